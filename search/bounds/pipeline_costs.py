@@ -22,6 +22,7 @@ from graph.strategy import Configuration
 from graph.synchronization import BUCKET_BYTES
 from search.bounds.stage_division import Array, StageCosts, StageOption, StageTable
 from search.kernels.exchange import exchange_ns
+from search.kernels.fragments import ASSEMBLY, ASSEMBLY_WORDS, VALUE, VALUE_WORDS
 from search.problem import Problem
 from search.simulate.fragment_cache import UnitStore
 from search.simulate.fragment_classes import Port, ValueClass
@@ -92,7 +93,7 @@ class PipelineCosts:
                 self._segment_of[of_loss[position]] = segment
         self._segments: dict[tuple[object, ...], _SegmentCosts] = {}
         self._costs: dict[tuple[object, ...], StageCosts] = {}
-        self._value_ns: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._exchanges: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._weights: dict[tuple[object, ...], _Weight] = {}
         self._rates: dict[tuple[int, Split, Split], tuple[float, float]] = {}
         # Of rows of devices, by their number and the first: a number that those have in common that are alike.
@@ -180,14 +181,16 @@ class PipelineCosts:
             of = self._segments[split, alike]
             micro = of.forward_ns_G + of.backward_ns_G
             kept = of.kept_bytes_G
+            entering = self._crossing_B[1] // split.data
             if saving.recomputes:
                 micro = micro + of.forward_ns_G
-                kept = np.minimum(kept, self._crossing_B[1, :-1] // split.data)
+                # What enters a segment is kept, whether it comes from another stage or not.
+                kept = np.minimum(kept, entering[:-1])
+                entering = np.zeros_like(entering)
             shares = saving.shares_optimizer
             once = of.sum_ns_G + (of.shared_update_ns_G if shares else of.update_ns_G)
             static = of.held_bytes_G + (of.shared_bytes_G if shares else of.trained_bytes_G)
-            sums = (np.concatenate([[0], np.cumsum(of_G)]) for of_G in (micro, once, static, kept))
-            self._costs[key] = StageCosts(*sums)
+            self._costs[key] = StageCosts(_sums(micro), _sums(once), _sums(static), _sums(kept), entering)
         return self._costs[key]
 
     def _alike(self, count: int, first: int) -> int:
@@ -215,9 +218,10 @@ class PipelineCosts:
         for value in range(self._store.wiring.value_count):
             segment = self._segment_of[self._store.classes.values[value].producer.operator]
             if segment >= 0:
-                there_ns, back_ns = self._exchange(value, configurations)
+                there_ns, back_ns, copied_bytes = self._exchange(value, configurations)
                 forward[segment] += there_ns
                 backward[segment] += back_ns
+                kept[segment] += copied_bytes
         for static, segment, ports in self._trained:
             weight = self._weight(static, ports, configurations)
             sums[segment] += weight.sum_ns
@@ -236,7 +240,9 @@ class PipelineCosts:
             shared_update_ns_G=np.rint(shared * update_s * 1e9).astype(np.int64),
             held_bytes_G=held * item_bytes,
             trained_bytes_G=held * item_bytes * beside,
-            shared_bytes_G=shared * item_bytes * beside,
+            # Of several micro-batches gradients add up whole.
+            shared_bytes_G=(shared * beside if problem.micro_batches == 1 else held + shared * (beside - 1))
+            * item_bytes,
             kept_bytes_G=kept.astype(np.int64),
         )
 
@@ -253,8 +259,8 @@ class PipelineCosts:
         )
         return int(most[0]), int(most[1]), int(most[2])
 
-    def _exchange(self, value: int, configurations: Sequence[Configuration]) -> tuple[int, int]:
-        """Return the nanoseconds of a value's exchange among operators of one stage, there and back."""
+    def _exchange(self, value: int, configurations: Sequence[Configuration]) -> tuple[int, int, int]:
+        """Return the nanoseconds of a value's exchange in a stage, there and back, and the most bytes of its copies."""
         store = self._store
         of: ValueClass = store.classes.values[value]
         first = store.wiring.reading_ptr[value]
@@ -262,15 +268,27 @@ class PipelineCosts:
         made_by = configurations[of.producer.operator]
         read_by = tuple(configurations[port.operator] for port in of.readers)
         key = (of.number, is_back, made_by, read_by)
-        if key not in self._value_ns:
+        if key not in self._exchanges:
             store.make_room()
             at = store.derive_value(of, made_by, read_by)
             sets = store.resource_sets.arrays()
             topology = self.problem.topology
             link_ns = np.zeros(len(topology.links), np.int64)
             arguments = (store.arena, at, sets.resource_ptr, sets.resource, len(topology.devices), link_ns)
-            self._value_ns[key] = exchange_ns(*arguments, 0), exchange_ns(*arguments, 1) if is_back else 0
-        return self._value_ns[key]
+            self._exchanges[key] = exchange_ns(*arguments, 0), 0, 0
+            if is_back:
+                copied = self._copied_bytes(at)
+                self._exchanges[key] = exchange_ns(*arguments, 0), exchange_ns(*arguments, 1), copied
+        return self._exchanges[key]
+
+    def _copied_bytes(self, at: int) -> int:
+        """Return the most bytes of copies that a device has of a value whose fragment starts there."""
+        arena, first = self._store.arena, at + VALUE_WORDS
+        count = int(arena[at:first].view(VALUE)["assemblies"][0])
+        assemblies = arena[first : first + ASSEMBLY_WORDS * count].view(ASSEMBLY)
+        copied_D = np.zeros(self.problem.device_count, np.int64)
+        np.add.at(copied_D, assemblies["device"], assemblies["copied_bytes"])
+        return int(copied_D.max())
 
     @cached_property
     def _trained(self) -> list[tuple[int, int, tuple[Port, ...]]]:
@@ -345,3 +363,8 @@ class PipelineCosts:
                 for link in route:
                     load[link] = load.get(link, 0.0) + share / topology.links[link].bandwidth_bytes_per_s
         return 1e9 * latency_s, 1e9 * max(load.values(), default=0.0)
+
+
+def _sums(of_segments: Array) -> Array:
+    """Return the sums of what segments have up to every boundary."""
+    return np.concatenate([[0], np.cumsum(of_segments)])

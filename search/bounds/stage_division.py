@@ -37,19 +37,21 @@ class StageCosts:
 
     micro_ns_B: forward and backward of a micro-batch. once_ns_B: sums of gradients, and update.
     static_bytes_B: weights, gradients and optimizer state. kept_bytes_B: what one micro-batch leaves for its backward.
+    entering_bytes_B: not added up: what a stage that begins there gets of a micro-batch, and keeps as well.
     """
 
     micro_ns_B: Array
     once_ns_B: Array
     static_bytes_B: Array
     kept_bytes_B: Array
+    entering_bytes_B: Array
 
     @cached_property
     def of_runs(self) -> tuple[Array, Array, Array, Array]:
-        """The four of every run of segments: rows are its beginning, columns its end."""
+        """Times, static and kept bytes of every run of segments: rows are its beginning, columns its end."""
         sums = (self.micro_ns_B, self.once_ns_B, self.static_bytes_B, self.kept_bytes_B)
         micro, once, static, kept = (np.subtract.outer(of_B, of_B).T.astype(np.float64) for of_B in sums)
-        return micro, once, static, kept
+        return micro, once, static, kept + self.entering_bytes_B[:, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

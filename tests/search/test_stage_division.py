@@ -33,7 +33,7 @@ def random_table(seed: int) -> StageTable:
             StageOption(
                 (device, size, way),
                 size,
-                StageCosts(sums(9), sums(12), sums(6), sums(4)),
+                StageCosts(sums(9), sums(12), sums(6), sums(4), rng.integers(0, 3, segments + 1)),
                 int(rng.integers(6, 30)),
             )
             for size in (1, 2, 4)
@@ -77,6 +77,7 @@ def total_ns(table: StageTable, stages: tuple[StageChoice, ...]) -> int | None:
             for of_B in (costs.micro_ns_B, costs.once_ns_B, costs.static_bytes_B, costs.kept_bytes_B)
         )
         in_flight = table.micro_batches if table.keeps_all else min(table.micro_batches, len(stages) - place)
+        kept += int(costs.entering_bytes_B[stage.first])
         if static + in_flight * kept > option.capacity_bytes:
             return None
         sum_ns += micro
