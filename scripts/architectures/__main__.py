@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
         seconds, start = time.monotonic() - start, time.monotonic()
         text = f"[{number}/{len(missing)}] {outcome.name}: {table.summary(outcome)} ({seconds:.0f} s)"
         print(text, flush=True)
-    finished = [outcome for name in architectures if (outcome := read(folder, name)) is not None]
+    finished = [result for name in architectures if (result := read(folder, name)) is not None]
     page = Path(options.page)
     _write(page, table.updated(page.read_text(), finished))
     return 0 if all(item.ok for item in finished) else 1

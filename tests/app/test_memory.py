@@ -9,7 +9,10 @@ import pytest
 
 from app.services.predict.predicted_peaks import predicted_peaks, shares
 from graph.axes import AxisKind
+from graph.operators import OperatorGraph
 from graph.plan import build_plan
+from graph.schedule import MicroBatches, Schedule
+from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from runtime.observe.memory_trace import trace_memory
 from tests.app.conftest import Command
@@ -86,3 +89,37 @@ def test_devices_that_all_differ_are_walked_up_to_a_limit(most: int, *, walked: 
     strategy = in_turn(graph, range(count))
     found = predicted_peaks(graph, strategy, devices(count), Training(1), most_operators=count * count + most)
     assert (found is not None) == walked
+
+
+def in_stages(graph: OperatorGraph, groups: int, chunks: int, micro_batches: MicroBatches) -> Strategy:
+    """Return runs of about as many operators, on devices in turn."""
+    runs, count = groups * chunks, len(graph.operators)
+    configurations = tuple(
+        Configuration((1,) * len(operator.space.axes), (index * runs // count % groups,))
+        for index, operator in enumerate(graph.operators)
+    )
+    return Strategy(graph.digest, configurations, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "groups", "chunks", "count"),
+    [
+        (Schedule.ONE_F_ONE_B, 1, 1, 9),
+        (Schedule.ONE_F_ONE_B, 2, 1, 8),
+        (Schedule.INTERLEAVED, 2, 2, 16),
+        (Schedule.GPIPE, 2, 1, 8),
+    ],
+)
+def test_peaks_of_many_micro_batches_are_those_of_walking_all(
+    schedule: Schedule, groups: int, chunks: int, count: int
+) -> None:
+    graph, training = graph_of("convolutions"), Training(1, optimizer="adam")
+    strategy = in_stages(graph, groups, chunks, MicroBatches(count, schedule))
+    strategy.validate(graph, groups)
+    plan = build_plan(graph, strategy, (0,) * groups)
+    found = predicted_peaks(graph, strategy, devices(groups), training)
+    assert found == tuple(trace_memory(plan, training, device) for device in range(groups))
+    assert (
+        predicted_peaks(graph, strategy, devices(groups), training, most_operators=len(graph.operators))
+        is None
+    )

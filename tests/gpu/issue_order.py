@@ -62,7 +62,7 @@ def issue_orders(plan: Plan, training: Training) -> list[list[Issue]]:
         forget_positions()
         with FakeTensorMode(allow_fallback_kernels=False):
             world = _RecordingWorld(plan.strategy.device_count, rank)
-            tensors = _initial_tensors(plan.graph)
+            tensors = _initial_tensors(plan)
             device = torch.device("cpu")
             executor = Executor(plan, world, tensors, training, seed=0, learning_rate=0.0, device=device)
             world.issued.clear()

@@ -12,12 +12,13 @@ import pytest
 
 from graph.axes import AxisKind
 from graph.errors import RuntimeFailure, UsageError
+from graph.schedule import Schedule
 from runtime.jobs.job import Job, run_job
 from runtime.jobs.models import ModelReference
 from runtime.launch.torchrun import launch
 from tests.runtime.oracle import graph_of, make_job, reference
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import by_kind, in_turn
+from tests.runtime.strategies import by_kind, in_micro_batches, in_turn, staged
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -51,17 +52,24 @@ def test_a_job_that_cannot_be_read_in_a_pool_says_why() -> None:
         pool.run(replace(job, strategy=in_turn(job.graph, [0]), node_of=(0,)))
 
 
-def test_killed_rank_ends_the_pool() -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_killed_rank_ends_the_pool(stages: int) -> None:
+    """Of two stages it is the last one, to which the first has messages of several micro-batches under way."""
     pool = LocalPool(2, timeout_s=60)
     processes = [psutil.Process(number) for number in pool.process_ids]
     killer = threading.Timer(0.5, os.kill, (pool.process_ids[1], signal.SIGKILL))
-    graph = graph_of("perceptron")
+    graph = graph_of("perceptron", batch_size=2)
+    strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
+    if stages == 2:
+        pipelined = staged(graph, [[0], [1]], 1, 1, split=False)
+        strategy = in_micro_batches(pipelined, 4, Schedule.ONE_F_ONE_B)
+    model = reference("perceptron", batch_size=2 * strategy.micro_batches.count)
     endless = Job(
         graph=graph,
-        strategy=by_kind(graph, [AxisKind.SAMPLE], [0, 1]),
+        strategy=strategy,
         node_of=(0, 0),
-        training=make_job(graph, in_turn(graph, [0]), reference("perceptron")).training,
-        model=reference("perceptron"),
+        training=make_job(graph, in_turn(graph, [0]), model).training,
+        model=model,
         iterations=10**9,
     )
     killer.start()

@@ -314,6 +314,18 @@ def test_steps_are_those_of_the_slow_reference(graph: OperatorGraph, topology: T
         check_step(builder, strategy)
 
 
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_peaks_of_groups_in_stages_of_the_same_devices_are_those_of_the_slow_reference(
+    graph: OperatorGraph,
+) -> None:
+    topology, rng = TOPOLOGIES["one node"], np.random.default_rng(31)
+    builder = builder_of(graph, topology)
+    for _ in range(30):
+        strategy = replace(random_stages(graph, 4, rng, INTERLEAVED), recomputation=random_groups(graph, rng))
+        step = step_deriver(graph, strategy, topology)
+        assert builder.build(strategy).peak_memory_D.tolist() == step.peak_memory()
+
+
 def test_a_backward_waits_for_shared_sums_of_another_stage_that_stand_before_it() -> None:
     """Two layers a stage, two stages a group: after the sums of the later stage comes an earlier micro-batch."""
     graph = chain(8, width=16)
@@ -346,7 +358,7 @@ def test_what_renews_buffers_waits_for_the_micro_batch_before() -> None:
     assert renewed
 
 
-def test_strategies_of_the_test_above_have_stages_chunks_shares_and_groups() -> None:
+def test_strategies_of_the_slow_reference_have_stages_chunks_shares_and_groups() -> None:
     drawn = [
         (strategy, step_deriver(graph, strategy, topology).plan)
         for graph in GRAPHS.values()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, shape, volume
+from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Sharding
 from search.parallel.gc_pause import rare_collection
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.observe.memory_trace import PredictedPeak
 
 MOST_OPERATORS = 3000
-"""Operators to walk for one strategy, over all devices that differ; one takes 2 to 10 milliseconds."""
+"""Operators to walk for one strategy, over all devices that differ and all micro-batches; one takes 2 to 10 ms."""
 MOST_PLACED = 250_000
 """Operators times devices up to which it is found out which devices do the same; a plan of so many takes 5 s."""
 NEXT_TO_NOTHING = 0.002
@@ -44,22 +45,76 @@ def predicted_peaks(
 ) -> tuple[PredictedPeak, ...] | None:
     """Return the memory that a step takes on each device; None where a walk would take too long.
 
-    Stretches that a strategy compiles count as their operators do.
+    Stretches that a strategy compiles count as their operators do. Of many micro-batches a few are walked
+    (`_fewer_micro_batches`).
     """
     from graph.plan import build_plan
-    from runtime.observe.memory_trace import UNUSED, trace_memory
 
-    placed = len(graph.operators) * len(topology.devices)
-    if len(graph.operators) > most_operators or placed > MOST_PLACED:
+    if len(graph.operators) > most_operators or len(graph.operators) * len(topology.devices) > MOST_PLACED:
         return None
     apart = replace(strategy, compiled=())
     plan = build_plan(graph, apart, [device.node for device in topology.devices])
+    few = _fewer_micro_batches(plan)
+    if few is None:
+        return _walked(plan, topology, training, most_operators)
+    schedule, count = strategy.micro_batches.schedule, strategy.micro_batches.count
+    before, after = (
+        _walked(
+            replace(plan, strategy=replace(apart, micro_batches=MicroBatches(number, schedule))),
+            topology,
+            training,
+            most_operators // 2,
+        )
+        for number in few
+    )
+    if before is None or after is None:
+        return None
+    rounds = (count - few[1]) // (few[1] - few[0])
+    return tuple(_extended(was, now, rounds) for was, now in zip(before, after, strict=True))
+
+
+def _fewer_micro_batches(plan: Plan) -> tuple[int, int] | None:
+    """Return two numbers of micro-batches, fewer together than a plan's, by which its peaks differ as any two do.
+
+    In 1f1b and interleaved, once as many micro-batches are under way as ever are, each further round of them does what
+    the round before did: only its inputs are there beside. In gpipe each is under way to the end, so that the peak may
+    move from the update to the backward: all are walked. None where that is to be done.
+    """
+    schedule, count = plan.strategy.micro_batches.schedule, plan.strategy.micro_batches.count
+    if count == 1 or schedule is Schedule.GPIPE:
+        return None
+    groups = 1 + max(stage.group for stage in plan.stages)
+    few = (3 * groups, 4 * groups) if schedule is Schedule.INTERLEAVED else (groups + 1, groups + 2)
+    return few if sum(few) < count else None
+
+
+def _extended(before: PredictedPeak, after: PredictedPeak, rounds: int) -> PredictedPeak:
+    """Return the peak after more rounds, each of which adds to it what the last one did."""
+    from runtime.observe.memory_trace import PredictedPeak
+
+    was = dict(before.parts)
+    return PredictedPeak(
+        after.peak_bytes + rounds * (after.peak_bytes - before.peak_bytes),
+        tuple((part, size + rounds * (size - was[part])) for part, size in after.parts),
+    )
+
+
+def _walked(
+    plan: Plan, topology: Topology, training: Training, most_operators: int
+) -> tuple[PredictedPeak, ...] | None:
+    """Return the peaks of walks with all micro-batches of a plan; None where they would take too long."""
+    from runtime.observe.memory_trace import UNUSED, trace_memory
+
     keys = [
         (topology.kind_of(device.index).processor, share)
         for device, share in zip(topology.devices, shares(plan, len(topology.devices)), strict=True)
     ]
     first = {key: device for device, key in reversed(list(enumerate(keys)))}
-    if len(first) * len(graph.operators) > most_operators:
+    # A device goes through the operators of its own stages, for each micro-batch.
+    groups = 1 + max(stage.group for stage in plan.stages)
+    count = plan.strategy.micro_batches.count
+    times = 1 if count == 1 else count / groups
+    if len(first) * len(plan.graph.operators) * times > most_operators:
         return None
     try:
         peak_of = {

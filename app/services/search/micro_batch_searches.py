@@ -92,7 +92,7 @@ def run_searches(
         try:
             report = run_search(each, database, progress, imported if count == 1 else None)
         except (StrategyError, ImportFailure) as error:
-            progress.warn(f"{count} micro-batches: {error}")
+            progress.warn(f"{count} micro-batch{'' if count == 1 else 'es'}: {error}")
             failure = failure or error
             continue
         reports.append((count, report))
