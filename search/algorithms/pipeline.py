@@ -137,15 +137,16 @@ class _PipelineSearch:
                     break
 
     def walk(self, rng: np.random.Generator) -> None:
-        """Walk from the best staging, and from the best of one stage a group of devices, by one change at a time."""
-        simulated = {staging: outcome for staging, outcome in self.outcomes.items() if outcome is not None}
-        in_turns = [staging for staging in simulated if staging.schedule is Schedule.INTERLEAVED]
-        others = [staging for staging in simulated if staging.schedule is not Schedule.INTERLEAVED]
-        # What another schedule can do is not near: stages of these have other sizes, and there are more of them.
-        for kind in (others, in_turns):
-            if kind:
-                start = min(kind, key=simulated.__getitem__)
-                self._walk_from(start, simulated[start], rng)
+        """Walk from the best staging of one stage, of one a group of devices, and of several a group."""
+        # From kind to kind it is far: stages of another one have other sizes, and there are more of them.
+        simulated: dict[tuple[bool, bool], list[tuple[Outcome, int, Staging]]] = {}
+        for number, (staging, outcome) in enumerate(self.outcomes.items()):
+            if outcome is not None:
+                kind = staging.schedule is Schedule.INTERLEAVED, staging.stages > 1
+                simulated.setdefault(kind, []).append((outcome, number, staging))
+        for kind in sorted(simulated):
+            cost, _, start = min(simulated[kind], key=lambda entry: entry[:2])
+            self._walk_from(start, cost, rng)
 
     def _walk_from(self, start: Staging, cost: Outcome, rng: np.random.Generator) -> None:
         moves = _Moves(self.stagings, rng)
