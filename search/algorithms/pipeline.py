@@ -37,8 +37,9 @@ MOST_DIVISIONS = 6
 """Divisions of a dynamic program that are simulated, by schedule and saving of memory."""
 RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The shares of every stage's segments of which the first that suffices for the memories is made again."""
-MOST_MOVES = 400
-"""Moves of a walk that are simulated."""
+FEWEST_MOVES, MOST_MOVES = 400, 1500
+OPERATORS_WALKED = 1_000_000
+"""A walk has as many moves as have so many operators in all their micro-batches together, within these numbers."""
 MOVES_ASTRAY = 50
 """Moves after which a walk goes on from its best."""
 MOST_DRAWS = 200
@@ -151,7 +152,9 @@ class _PipelineSearch:
         current = best = start
         costs = {start: cost}
         taken = idle = 0
-        while taken < MOST_MOVES and idle < MOST_DRAWS:
+        operators = len(self.stagings.graph.operators) * self.trial.problem.micro_batches
+        most = min(MOST_MOVES, max(FEWEST_MOVES, OPERATORS_WALKED // operators))
+        while taken < most and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
             outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal)
             if proposal is None or outcome is None:

@@ -2,9 +2,9 @@
 
 A stage's time is that of its operators, each as its slowest task, forward and backward, and of the exchanges of the
 values that they make, each as the busiest link, as if nothing overlapped. Sums of gradients are priced as parts of full
-buckets. A weight that is read in several segments counts in each. Of what crosses a cut every device of the next stage
-gets its samples, from a sender in its own node where there is one; what several later stages read crosses each cut on
-its way. The simulator knows better on all of it.
+buckets; weights that several segments of a stage read count once. Buffers do not count. Of what crosses a
+cut every device of the next stage gets its samples, from a sender in its own node where there is one; what several
+later stages read crosses each cut on its way. The simulator knows better on all of it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from math import gcd
 
 import numpy as np
 
-from graph.operators import OperatorGraph
+from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration
 from graph.synchronization import BUCKET_BYTES
 from search.bounds.stage_division import Array, StageCosts, StageOption, StageTable
 from search.kernels.exchange import exchange_ns
 from search.kernels.fragments import ASSEMBLY, ASSEMBLY_WORDS, VALUE, VALUE_WORDS
 from search.problem import Problem
+from search.simulate.arrays import static_values
 from search.simulate.fragment_cache import UnitStore
 from search.simulate.fragment_classes import Port, ValueClass
 from search.simulate.task_graph import TaskGraphBuilder
@@ -47,20 +48,19 @@ MEMORY_SAVINGS = tuple(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SegmentCosts:
-    """What every segment takes and keeps (G segments): of a micro-batch, of a step, in nanoseconds and bytes.
+    """What every segment takes and keeps of a micro-batch (G segments), and a run of segments of a step.
 
-    held_bytes_G: weights. trained_bytes_G: gradients and optimizer state. shared_bytes_G: of these what a device keeps
-    where those that hold the same elements share them.
+    In nanoseconds, bytes and elements. sum_ns_BB: sums of gradients. held_BB: weights. updated_BB: what a device
+    updates of them where those that hold the same elements share the update. input_bytes_BB: of one micro-batch.
     """
 
     forward_ns_G: Array
     backward_ns_G: Array
-    sum_ns_G: Array
-    update_ns_G: Array
-    shared_update_ns_G: Array
-    held_bytes_G: Array
-    trained_bytes_G: Array
-    shared_bytes_G: Array
+    sum_ns_BB: Array
+    held_BB: Array
+    updated_BB: Array
+    input_bytes_BB: Array
+    update_s: float
     kept_bytes_G: Array
 
 
@@ -187,10 +187,14 @@ class PipelineCosts:
                 # What enters a segment is kept, whether it comes from another stage or not.
                 kept = np.minimum(kept, entering[:-1])
                 entering = np.zeros_like(entering)
-            shares = saving.shares_optimizer
-            once = of.sum_ns_G + (of.shared_update_ns_G if shares else of.update_ns_G)
-            static = of.held_bytes_G + (of.shared_bytes_G if shares else of.trained_bytes_G)
-            self._costs[key] = StageCosts(_sums(micro), _sums(once), _sums(static), _sums(kept), entering)
+            updated = of.updated_BB if saving.shares_optimizer else of.held_BB
+            once = np.rint(of.sum_ns_BB + updated * of.update_s * 1e9).astype(np.int64)
+            # Of several micro-batches gradients add up whole.
+            gradients = updated if self.problem.micro_batches == 1 else of.held_BB
+            elements = of.held_BB + gradients + updated * self.builder.state_tensors
+            # The inputs of all micro-batches are there from the beginning.
+            static = elements * self._item_bytes + of.input_bytes_BB * self.problem.micro_batches
+            self._costs[key] = StageCosts(_sums(micro), once, static, _sums(kept), entering)
         return self._costs[key]
 
     def _alike(self, count: int, first: int) -> int:
@@ -207,8 +211,7 @@ class PipelineCosts:
     def _segment_costs(self, split: Split, devices: tuple[int, ...]) -> _SegmentCosts:
         strategy = self.splits.strategy(split)
         configurations = [moved(configuration, devices) for configuration in strategy.configurations]
-        forward, backward, kept, sums = (np.zeros(self.segments, np.float64) for _ in range(4))
-        held, shared = (np.zeros(self.segments, np.int64) for _ in range(2))
+        forward, backward, kept = (np.zeros(self.segments, np.int64) for _ in range(3))
         for index in self.graph.order.of_loss:
             rows = self._rows(index, configurations[index])
             segment = self._segment_of[index]
@@ -222,29 +225,42 @@ class PipelineCosts:
                 forward[segment] += there_ns
                 backward[segment] += back_ns
                 kept[segment] += copied_bytes
-        for static, segment, ports in self._trained:
-            weight = self._weight(static, ports, configurations)
-            sums[segment] += weight.sum_ns
-            held[segment] += weight.held
-            shared[segment] += weight.updated
+        sums, held, updated, inputs = (np.zeros((self.segments, self.segments), np.float64) for _ in range(4))
+
+        def add(of_GG: Array, own: float, segment: int, before: int) -> None:
+            of_GG[segment, segment] += own
+            # Of a run with both of the segments, one counts.
+            if before >= 0:
+                of_GG[before, segment] -= own
+
+        for static, readers in self._readers:
+            is_weight, before = static < len(self.graph.weights), -1
+            for segment, ports in readers:
+                weight = self._weight(static, ports, configurations, is_weight=is_weight)
+                if is_weight:
+                    add(sums, weight.sum_ns, segment, before)
+                    add(held, weight.held, segment, before)
+                    add(updated, weight.updated, segment, before)
+                else:
+                    add(inputs, weight.held * self._store.classes.statics[static].item_bytes, segment, before)
+                before = segment
         problem, dtype = self.problem, self.graph.weight_dtype
         kinds = {problem.topology.devices[device].kind_name for device in devices}
         update_s = max(problem.costs.update_s(problem.training.optimizer, dtype, kind)[0] for kind in kinds)
-        item_bytes = max((weight.spec.item_bytes for weight in self.graph.weights), default=0)
-        beside = 1 + self.builder.state_tensors
         return _SegmentCosts(
-            forward_ns_G=np.rint(forward).astype(np.int64),
-            backward_ns_G=np.rint(backward).astype(np.int64),
-            sum_ns_G=np.rint(sums).astype(np.int64),
-            update_ns_G=np.rint(held * update_s * 1e9).astype(np.int64),
-            shared_update_ns_G=np.rint(shared * update_s * 1e9).astype(np.int64),
-            held_bytes_G=held * item_bytes,
-            trained_bytes_G=held * item_bytes * beside,
-            # Of several micro-batches gradients add up whole.
-            shared_bytes_G=(shared * beside if problem.micro_batches == 1 else held + shared * (beside - 1))
-            * item_bytes,
-            kept_bytes_G=kept.astype(np.int64),
+            forward_ns_G=forward,
+            backward_ns_G=backward,
+            sum_ns_BB=_of_runs(sums),
+            held_BB=np.rint(_of_runs(held)).astype(np.int64),
+            updated_BB=np.rint(_of_runs(updated)).astype(np.int64),
+            input_bytes_BB=np.rint(_of_runs(inputs)).astype(np.int64),
+            update_s=float(update_s),
+            kept_bytes_G=kept,
         )
+
+    @cached_property
+    def _item_bytes(self) -> int:
+        return max((weight.spec.item_bytes for weight in self.graph.weights), default=0)
 
     def _rows(self, index: int, configuration: Configuration) -> tuple[int, int, int]:
         """Return the slowest forward and backward of an operator's tasks, and the most that one keeps."""
@@ -291,25 +307,30 @@ class PipelineCosts:
         return int(copied_D.max())
 
     @cached_property
-    def _trained(self) -> list[tuple[int, int, tuple[Port, ...]]]:
-        """Weights that something with a backward reads, with each segment where that is, and its readers there."""
-        graph, trained = self.graph, []
-        for static in range(len(graph.weights)):
+    def _readers(self) -> list[tuple[int, list[tuple[int, list[Port]]]]]:
+        """Weights that something with a backward reads, and inputs; by segment their readers."""
+        graph, statics = self.graph, static_values(self.graph)
+        result = []
+        for number, value in enumerate(statics):
+            if value.kind is ValueKind.BUFFER:
+                continue
             readers: dict[int, list[Port]] = {}
-            for port in self._store.classes.statics[static].readers:
-                if self._segment_of[port.operator] >= 0 and graph.has_backward(
-                    graph.operators[port.operator]
-                ):
+            for port in self._store.classes.statics[number].readers:
+                trains = value.kind is ValueKind.INPUT or graph.has_backward(graph.operators[port.operator])
+                if self._segment_of[port.operator] >= 0 and trains:
                     readers.setdefault(self._segment_of[port.operator], []).append(port)
-            trained += [(static, segment, tuple(ports)) for segment, ports in sorted(readers.items())]
-        return trained
+            result.append((number, sorted(readers.items(), key=lambda pair: pair[0])))
+        return result
 
-    def _weight(self, static: int, ports: Sequence[Port], configurations: Sequence[Configuration]) -> _Weight:
+    def _weight(
+        self, static: int, ports: Sequence[Port], configurations: Sequence[Configuration], *, is_weight: bool
+    ) -> _Weight:
+        """Return what some readers' devices hold of a weight, or of an input, of which nothing is summed."""
         read_by = tuple(configurations[port.operator] for port in ports)
         item_bytes = self._store.classes.statics[static].item_bytes
-        key = (item_bytes, tuple(port.number for port in ports), read_by)
+        key = (is_weight, item_bytes, tuple(port.number for port in ports), read_by)
         if key not in self._weights:
-            holders, cells = self._store.holdings(ports, read_by, synchronized=True)
+            holders, cells = self._store.holdings(ports, read_by, synchronized=is_weight)
             updated, sum_ns = dict(holders), dict.fromkeys(dict(holders), 0.0)
             for members, elements in cells:
                 ns = elements * item_bytes / BUCKET_BYTES * self._bucket_ns(members)
@@ -368,3 +389,10 @@ class PipelineCosts:
 def _sums(of_segments: Array) -> Array:
     """Return the sums of what segments have up to every boundary."""
     return np.concatenate([[0], np.cumsum(of_segments)])
+
+
+def _of_runs(of_GG: Array) -> Array:
+    """Return, for the run from one boundary to another, the sum of what pairs of segments of it have."""
+    runs = np.zeros((len(of_GG) + 1, len(of_GG) + 1), of_GG.dtype)
+    runs[:-1, 1:] = of_GG[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+    return runs

@@ -33,25 +33,29 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """What segments take and keep on a stage's devices, added up from the first one on, in nanoseconds and bytes.
+    """What runs of segments take and keep on a stage's devices, in nanoseconds and bytes.
 
-    micro_ns_B: forward and backward of a micro-batch. once_ns_B: sums of gradients, and update.
-    static_bytes_B: weights, gradients and optimizer state. kept_bytes_B: what one micro-batch leaves for its backward.
-    entering_bytes_B: not added up: what a stage that begins there gets of a micro-batch, and keeps as well.
+    micro_ns_B: forward and backward of a micro-batch, added up from the first segment on.
+    once_ns_BB: sums of gradients, and update; rows are where a run begins, columns where it ends.
+    static_bytes_BB: weights, gradients and optimizer state.
+    kept_bytes_B: what one micro-batch leaves for its backward, added up from the first segment on.
+    entering_bytes_B: what a stage that begins there gets of a micro-batch, and keeps as well.
     """
 
     micro_ns_B: Array
-    once_ns_B: Array
-    static_bytes_B: Array
+    once_ns_BB: Array
+    static_bytes_BB: Array
     kept_bytes_B: Array
     entering_bytes_B: Array
 
     @cached_property
     def of_runs(self) -> tuple[Array, Array, Array, Array]:
-        """Times, static and kept bytes of every run of segments: rows are its beginning, columns its end."""
-        sums = (self.micro_ns_B, self.once_ns_B, self.static_bytes_B, self.kept_bytes_B)
-        micro, once, static, kept = (np.subtract.outer(of_B, of_B).T.astype(np.float64) for of_B in sums)
-        return micro, once, static, kept + self.entering_bytes_B[:, None]
+        """Time of a micro-batch and of a step, static bytes and those of a micro-batch, of every run of segments."""
+        micro, kept = (
+            np.subtract.outer(of_B, of_B).T.astype(np.float64)
+            for of_B in (self.micro_ns_B, self.kept_bytes_B)
+        )
+        return micro, self.once_ns_BB, self.static_bytes_BB, kept + self.entering_bytes_B[:, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,9 +230,7 @@ def priced(table: StageTable, stages: Sequence[StageChoice]) -> Division:
     before: StageChoice | None = None
     for stage in stages:
         costs = table.options[stage.device][stage.option].costs
-        micro_ns, once_ns = (
-            int(of_B[stage.last] - of_B[stage.first]) for of_B in (costs.micro_ns_B, costs.once_ns_B)
-        )
+        micro_ns, once_ns = (int(of_runs[stage.first, stage.last]) for of_runs in costs.of_runs[:2])
         sum_ns += micro_ns
         most_ns = max(most_ns, (table.micro_batches - 1) * micro_ns + once_ns)
         if before is not None:

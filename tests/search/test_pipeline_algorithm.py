@@ -37,7 +37,7 @@ from tests.search.builders import (
 )
 
 GRAPHS = {"branches": branches(), "joined": joined(), "unrolled": unrolled(), "viewed": viewed()}
-MOST = 10_000
+MOST = 900
 
 
 def problem(graph: OperatorGraph, micro_batches: int, count: int = 4, memory_bytes: int = 1 << 40) -> Problem:

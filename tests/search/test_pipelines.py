@@ -14,7 +14,9 @@ from graph.rules import local_calls
 from graph.schedule import MicroBatches, Schedule, stages_of
 from graph.topology import load_topology
 from graph.training import Training
+from search.algorithms.best_tracker import builder_of
 from search.algorithms.staging import Staging, Stagings, pipeline_baselines
+from search.bounds.stage_division import divided
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
@@ -227,3 +229,28 @@ def test_samples_are_not_split_into_more_parts_than_there_are() -> None:
     splits = Splits(two_layers(samples=4, features=16))
     assert splits.of(8) == (Split(4, 2), Split(2, 4), Split(1, 8))
     assert splits.of(2) == (Split(2, 1), Split(1, 2))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_are_predicted_to_take_and_keep_about_what_is_simulated(name: str, schedule: Schedule) -> None:
+    """Each operator waits for all of the one before it as predicted, and links are shared fairly as simulated."""
+    posed = problem(small(name), 4)
+    stagings = Stagings(posed)
+    for split, count in ((Split(1), 8), (Split(2), 4), (Split(2, 2), 2)):
+        table = stagings.costs.table(4, keeps_all=schedule is Schedule.GPIPE, split=split)
+        division = divided(table, count)
+        assert division is not None
+        firsts = tuple(stage.first for stage in division.stages[1:])
+        strategy = stagings.strategy(Staging(firsts, (split,) * count, schedule))
+        assert strategy is not None
+        layout = builder_of(posed).layout(strategy)
+        step_time_ns, _ = layout.run("fifo")
+        assert 0.9 * step_time_ns <= division.total_ns <= 1.35 * step_time_ns
+        peaks = layout.peak_memory_D
+        _, _, static, kept = table.options[0][0].costs.of_runs
+        for place, stage in enumerate(division.stages):
+            run = stage.first, stage.last
+            predicted = static[run] + table.in_flight(count - place) * kept[run]
+            simulated = peaks[stage.device : stage.device + split.devices].max()
+            assert 0.85 * simulated <= predicted <= 2.5 * simulated

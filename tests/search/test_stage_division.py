@@ -33,7 +33,13 @@ def random_table(seed: int) -> StageTable:
             StageOption(
                 (device, size, way),
                 size,
-                StageCosts(sums(9), sums(12), sums(6), sums(4), rng.integers(0, 3, segments + 1)),
+                StageCosts(
+                    sums(9),
+                    rng.integers(0, 30, (segments + 1, segments + 1)),
+                    rng.integers(0, 15, (segments + 1, segments + 1)),
+                    sums(4),
+                    rng.integers(0, 3, segments + 1),
+                ),
                 int(rng.integers(6, 30)),
             )
             for size in (1, 2, 4)
@@ -72,9 +78,11 @@ def total_ns(table: StageTable, stages: tuple[StageChoice, ...]) -> int | None:
     for place, stage in enumerate(stages):
         option = table.options[stage.device][stage.option]
         costs = option.costs
-        micro, once, static, kept = (
-            int(of_B[stage.last] - of_B[stage.first])
-            for of_B in (costs.micro_ns_B, costs.once_ns_B, costs.static_bytes_B, costs.kept_bytes_B)
+        micro, kept = (
+            int(of_B[stage.last] - of_B[stage.first]) for of_B in (costs.micro_ns_B, costs.kept_bytes_B)
+        )
+        once, static = (
+            int(of_BB[stage.first, stage.last]) for of_BB in (costs.once_ns_BB, costs.static_bytes_BB)
         )
         in_flight = table.micro_batches if table.keeps_all else min(table.micro_batches, len(stages) - place)
         kept += int(costs.entering_bytes_B[stage.first])
