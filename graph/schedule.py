@@ -1,8 +1,9 @@
 """Micro-batches: in how many parts a step goes through its batch, and in which order pipeline stages work on them.
 
-With M micro-batches a strategy's graph is that of one of them. Gradients add up over the M, and the loss is the mean of
-theirs; weights are synchronized after the last one and updated once. A stage is a run of operators on devices of its
-own (`stages_of`): where a strategy has only one, M micro-batches are gradient accumulation.
+With M micro-batches a strategy's graph is that of one of them. Gradients add up over the M; a mean loss is over the
+targets of all of them where these follow from inputs, else it is the mean of theirs (`runtime.lowering.loss_count`).
+Weights are synchronized after the last one and updated once. A stage is a run of operators on devices of its own
+(`stages_of`): where a strategy has only one, M micro-batches are gradient accumulation.
 
     gpipe        all forwards, then all backwards: every micro-batch is in flight at once
     1f1b         after as many forwards as there are stages behind, one backward and one forward in turn: a stage has no

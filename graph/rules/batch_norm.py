@@ -87,6 +87,9 @@ class RunningStatisticsRule(BaseRule):
         return builder.space([(whole(2), channel), vector, vector], [vector, vector])
 
 
+STATISTICS = frozenset({"soapstone.moments", "soapstone.batch_norm"})
+"""The operators that compute statistics of a batch."""
+
 RULES: Mapping[str, BaseRule] = {
     "soapstone.moments": MomentsRule(),
     "soapstone.fixed_moments": FixedMomentsRule(),

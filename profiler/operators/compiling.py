@@ -26,12 +26,14 @@ Tensors = tuple[torch.Tensor, ...]
 class ExecutionContext:
     """The context of a call besides its inputs: the run's seed, the step, and the device of factories.
 
-    The step is a tensor while torch.compile traces.
+    The step is a tensor while torch.compile traces. loss_count: what the loss is divided by over all micro-batches of a
+    step, a scalar; None: each divides by its own.
     """
 
     seed: int = 0
     step: int | torch.Tensor = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    loss_count: torch.Tensor | None = None
 
 
 Compiled = Callable[[Sequence[torch.Tensor], ExecutionContext], Tensors]

@@ -29,7 +29,7 @@ from profiler.operators.batch_norm import (
 from profiler.operators.counter_rng import dropout, keep_mask, random_numbers, whole_region
 from profiler.operators.dtypes import HALVES, sum_dtype, torch_dtype
 from profiler.operators.gather_scatter import embedding_bag, gather, ragged_embedding_bag, scatter
-from profiler.operators.likelihoods import nll_loss, nll_sums
+from profiler.operators.likelihoods import nll_loss, nll_sums, weight_of_targets
 from profiler.operators.transposed import conv_transpose
 
 if TYPE_CHECKING:
@@ -218,11 +218,7 @@ def _cross_entropy_sums(
         if target.is_floating_point():  # probabilities: torch divides by the batch size
             count = total.new_tensor(self.numel() // max(self.shape[min(1, self.dim() - 1)], 1), dtype=kind)
         else:
-            kept = target != ignore_index
-            if weight is None:
-                count = kept.sum().to(kind)
-            else:
-                count = (weight[torch.where(kept, target, 0)] * kept).sum(dtype=kind)
+            count = weight_of_targets(target, weight, ignore_index, kind)
     return torch.stack((total, count))
 
 

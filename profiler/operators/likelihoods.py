@@ -7,6 +7,16 @@ import torch
 from profiler.operators.dtypes import sum_dtype
 
 
+def weight_of_targets(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, kind: torch.dtype
+) -> torch.Tensor:
+    """Return the sum of the weights of the targets that are not ignored: their number where there are no weights."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum().to(kind)
+    return (weight[torch.where(kept, target, 0)] * kept).sum(dtype=kind)
+
+
 def _elements(
     values: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

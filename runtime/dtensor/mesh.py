@@ -17,10 +17,10 @@ from graph.axes import AxisKind, OperandMap, coordinates, operand_regions
 from graph.errors import StrategyError
 from graph.intervals import IndexSet, Region, full_region
 from graph.operators import Operator, OperatorGraph, ValueKind
+from graph.rules.batch_norm import STATISTICS
 from graph.strategy import Configuration, Strategy
 
 # Their statistics are of all samples, or of each part by definition; no plan of PyTorch's gives either.
-BATCH_NORMS = frozenset({"soapstone.moments", "soapstone.batch_norm"})
 # So few elements that computing them everywhere costs less than a message.
 FEW = 16
 
@@ -174,7 +174,7 @@ def _operator_placements(
 ) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
     """Return the placements of an operator's inputs and outputs."""
     axes = _axes_along(operator, configuration, sizes)
-    if operator.target in BATCH_NORMS and any(
+    if operator.target in STATISTICS and any(
         operator.space.axes[axis].kind is not AxisKind.REPLICA for axis in axes
     ):
         raise Inexpressible(

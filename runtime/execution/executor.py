@@ -93,6 +93,8 @@ class Executor(StepRunner):
         self.load_buffers(whole_parts(tensors.buffers))
         for number, inputs in enumerate(tensors.micro_batches):
             self.set_inputs(whole_parts(inputs), number)
+        if tensors.further_inputs:
+            self.count_loss(tensors.buffers, tensors.micro_batches)
         self._optimizer = training.optimizer
         self._learning_rate = learning_rate
         together = [unit.weights for unit in self._program.late_updates]

@@ -19,6 +19,7 @@ from runtime.instructions.base import Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.sharded_weights import WeightPart, is_copied, joined, joined_shape, split_joined
 from runtime.instructions.state import StepState
+from runtime.lowering.loss_count import loss_count
 from runtime.lowering.program import Program, compile_program
 from runtime.lowering.tensor_slots import RegionRead
 
@@ -89,6 +90,7 @@ class StepRunner:
         self._world = world
         self._program = compile_program(plan, world.rank, device, kept, in_succession=in_succession)
         self._micro_batches = plan.strategy.micro_batches.count
+        self._loss_count: torch.Tensor | None = None
         self._state = StepState(
             world,
             self._program.shapes,
@@ -168,6 +170,17 @@ class StepRunner:
                 part = Selection(read.region, within, tensor.device).take(tensor.detach())
                 self._state.place(read.slot, part.to(self._device, copy=True))
 
+    def count_loss(
+        self, buffers: Mapping[str, torch.Tensor], micro_batches: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Average the loss over the targets of all micro-batches from now on, where these follow from whole inputs."""
+        self._loss_count = loss_count(self._plan.graph, buffers, micro_batches)
+
+    @property
+    def _loss_share(self) -> float:
+        """The share of a micro-batch's loss in that of the step."""
+        return 1.0 if self._loss_count is not None else 1.0 / self._micro_batches
+
     def set_inputs(self, parts: Parts, micro_batch: int = 0) -> None:
         """Use other inputs from the next step on; each part must cover what the rank reads, and be the same region."""
         for read in self._reads(ValueKind.INPUT):
@@ -212,11 +225,16 @@ class StepRunner:
             loss_scale: gradients are those of the loss times this; the loss stays as it is.
         """
         state, count = self._state, self._micro_batches
-        state.loss, state.loss_scale = None, loss_scale / count
+        state.loss, state.loss_scale = None, loss_scale * self._loss_share
         first = number * count
         state.use_context(
             [
-                ExecutionContext(seed=self._seed, step=first + micro_batch, device=self._device)
+                ExecutionContext(
+                    seed=self._seed,
+                    step=first + micro_batch,
+                    device=self._device,
+                    loss_count=self._loss_count,
+                )
                 for micro_batch in range(count)
             ]
         )
@@ -260,7 +278,7 @@ class StepRunner:
         loss = self._state.loss
         if loss is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return loss.to(torch.float64).reshape(()) / self._micro_batches
+        return loss.to(torch.float64).reshape(()) * self._loss_share
 
     def loss_tensor(self) -> torch.Tensor:
         """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""

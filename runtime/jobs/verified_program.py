@@ -38,8 +38,9 @@ from runtime.jobs.verify import (
     deviations_in,
     interpret,
     loss_deviation,
-    mean_of,
+    of_step,
 )
+from runtime.lowering.loss_count import loss_count
 from runtime.ranks.watchdog import heartbeat
 
 if TYPE_CHECKING:
@@ -118,9 +119,11 @@ def verify_strategy(
     context = ExecutionContext(seed=job.seed, step=0, device=device)
     whole = tensors.map(in_double_on(device))
     with _double_by_default():
-        references = _by_micro_batch(graph, whole, job, device)
-    reference = mean_of(references)
-    of_module, not_eager = _from_module(job, graph, whole, context, references[0])
+        reference = _step_on_one_device(graph, whole, job, device)
+        first = reference
+        if tensors.further_inputs:
+            first = interpret(graph, whole.of_micro_batch(0), context, job.strategy)
+    of_module, not_eager = _from_module(job, graph, whole, context, first)
     updated = {name: whole.parameters[name].detach().clone() for name in reference.gradients}
     state = initial_state(job.training.optimizer, list(updated.values()))
     slopes = list(reference.gradients.values())
@@ -144,7 +147,7 @@ def verify_strategy(
             verification, allowed_of_run=max(verification.allowed_of_run, ALLOWED_TIMES * coarsest)
         )
     # The same rounded weights and inputs in the run's own precision, on one device.
-    alone = mean_of(_by_micro_batch(job.graph, tensors.map(lambda tensor: tensor.to(device)), job, device))
+    alone = _step_on_one_device(job.graph, tensors.map(lambda tensor: tensor.to(device)), job, device)
     rounding = max(ROUNDING[precision], loss_deviation(alone.loss, reference.loss).relative)
     return replace(
         verification,
@@ -156,18 +159,20 @@ def verify_strategy(
     )
 
 
-def _by_micro_batch(
+def _step_on_one_device(
     graph: OperatorGraph, tensors: InitialTensors, job: Job, device: torch.device
-) -> list[Reference]:
-    """Return the step of each micro-batch on one device, each from the buffers that the one before has renewed."""
+) -> Reference:
+    """Return a step on one device, each micro-batch from the buffers that the one before has renewed."""
+    micro_batches = tensors.micro_batches
+    count = loss_count(graph, tensors.buffers, micro_batches) if len(micro_batches) > 1 else None
     references: list[Reference] = []
     buffers = dict(tensors.buffers)
-    for number, inputs in enumerate(tensors.micro_batches):
-        context = ExecutionContext(seed=job.seed, step=number, device=device)
+    for number, inputs in enumerate(micro_batches):
+        context = ExecutionContext(seed=job.seed, step=number, device=device, loss_count=count)
         alone = InitialTensors(tensors.parameters, buffers, inputs)
         references.append(interpret(graph, alone, context, job.strategy))
         buffers.update(references[-1].buffers)
-    return references
+    return of_step(references, 1.0 if count is not None else 1.0 / len(micro_batches))
 
 
 def _from_module(

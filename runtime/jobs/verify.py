@@ -163,6 +163,9 @@ def interpret(
     """
     import torch
 
+    from runtime.lowering.loss_count import counted_loss, over_all
+
+    counted = counted_loss(graph)
     weights = {
         name: parameter.detach().clone().requires_grad_(graph.value_by_name[name].requires_gradient)
         for name, parameter in tensors.parameters.items()
@@ -173,7 +176,10 @@ def interpret(
         if strategy is not None and operator.target in OWN_STATISTICS:
             # Replicas compute the same: one of each is enough.
             degrees = (*strategy.configurations[index].degrees[:-1], 1)
-        results = execute(graph, operator, degrees, [values[name] for name in operator.inputs], context)
+        inputs = [values[name] for name in operator.inputs]
+        if index == counted:
+            inputs = [over_all(inputs[0], context)]
+        results = execute(graph, operator, degrees, inputs, context)
         values.update(zip(operator.outputs, results, strict=True))
     loss = values[graph.loss]
     trained = [name for name, weight in weights.items() if weight.requires_grad]
@@ -190,15 +196,17 @@ def interpret(
     )
 
 
-def mean_of(references: Sequence[Reference]) -> Reference:
-    """Return the step of several micro-batches: the mean of losses and of gradients, and the last one's buffers."""
+def of_step(references: Sequence[Reference], share: float) -> Reference:
+    """Return the step of several micro-batches: their losses and gradients added up, and the last one's buffers.
+
+    share: of each one's loss in that of the step.
+    """
     if len(references) == 1:
         return references[0]
-    count = len(references)
     return Reference(
-        loss=sum(reference.loss for reference in references) / count,
+        loss=share * sum(reference.loss for reference in references),
         gradients={
-            name: sum((reference.gradients[name] for reference in references[1:]), gradient) / count
+            name: share * sum((reference.gradients[name] for reference in references[1:]), gradient)
             for name, gradient in references[0].gradients.items()
         },
         buffers=references[-1].buffers,

@@ -30,7 +30,7 @@ from graph.schedule import Phase
 from graph.strategy import Sharding
 from graph.stretches import check_compiled
 from graph.synchronization import slice_bounds
-from profiler.operators import compile_call
+from profiler.operators import ExecutionContext, compile_call
 from runtime.instructions.base import Instruction, Slots
 from runtime.instructions.compute import (
     Assemble,
@@ -68,6 +68,7 @@ from runtime.instructions.sharded_weights import (
     parts_of,
 )
 from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
+from runtime.lowering.loss_count import counted_loss, over_all
 from runtime.lowering.segments import Node, Segments, cuts
 from runtime.lowering.stage_runs import StageRuns
 from runtime.lowering.tensor_slots import LocalAssembly, RegionRead, TensorSlots
@@ -142,6 +143,7 @@ class _Lowering:
         self._runs = StageRuns(plan, rank)
         self.parts = parts_of(plan, rank)
         self.held = {name: plan.held[name][rank] for name in self.slots.held}
+        self.counted = counted_loss(plan.graph) if plan.strategy.micro_batches.count > 1 else None
         self.prefetch = WeightPrefetch(plan, self.slots, self.parts, device)
         self._group_of = group_numbers(plan.graph, plan.strategy.recomputation)
         # For each leaf, the groups of the operators that read it; -1 stands for those of no group.
@@ -242,6 +244,14 @@ class _Lowering:
             if active and not value.requires_gradient and value.spec.dtype in FLOATING
         )
         execute = compile_call(call)
+        if index == self.counted:
+            by_itself = execute
+
+            def execute(
+                values: Sequence[torch.Tensor], context: ExecutionContext
+            ) -> tuple[torch.Tensor, ...]:
+                return by_itself([over_all(values[0], context)], context)
+
         return Node(index, inputs, wanted, outputs), lambda slots: Call(execute, slots, outputs, constants)
 
     def _local_assembly(self, index: int, local: LocalAssembly) -> tuple[Node, Make]:

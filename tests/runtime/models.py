@@ -31,6 +31,29 @@ def perceptron(batch_size: int = 7) -> Built:
     return Perceptron(), (torch.randn(batch_size, 6), torch.randint(0, 5, (batch_size,))), {}
 
 
+class Ignoring(nn.Module):
+    """Classes of different weights, and targets of which many do not count: of the first samples nearly none does."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 9)
+        self.second = nn.Linear(9, 5)
+        self.register_buffer("weight", torch.tensor([0.5, 1.0, 2.0, 1.5, 0.25]))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self.second(torch.tanh(self.first(x))).flatten(0, 1)
+        return functional.cross_entropy(logits, targets.flatten(), self.weight, ignore_index=-1)
+
+
+def ignoring(batch_size: int = 6) -> Built:
+    targets = torch.randint(0, 5, (batch_size, 4))
+    counts = torch.arange(batch_size)[:, None] * 4 // batch_size + torch.arange(4)[None, :] >= 4
+    counts[0, 0] = True
+    return Ignoring(), (torch.randn(batch_size, 4, 6), torch.where(counts, targets, -1)), {}
+
+
 class Convolutions(nn.Module):
     """Convolutions with padding and stride, batch norm, overlapping pooling: halos and synchronized statistics."""
 

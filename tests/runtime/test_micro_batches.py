@@ -15,6 +15,8 @@ from graph.schedule import Schedule
 from graph.strategy import Sharding, Strategy
 from runtime.jobs.job import Job
 from runtime.jobs.models import split_batch
+from runtime.lowering.loss_count import counted_loss
+from tests.runtime import oracle
 from tests.runtime.oracle import (
     SEED,
     STEPS,
@@ -131,6 +133,25 @@ def test_shared_optimizers_and_recomputation_go_with_micro_batches(
         recomputation=random_groups(graph, 7),
     )
     check(pool, name, in_micro_batches(plain, 4, schedule), "adam")
+
+
+@pytest.mark.parametrize("name", ["ignoring", "perceptron"])
+@pytest.mark.parametrize("groups", [[[0]], [[0], [1]], [[0, 1], [2, 3]]])
+def test_a_mean_over_targets_is_that_of_the_whole_batch(
+    pool: LocalPool, name: str, groups: list[list[int]]
+) -> None:
+    """Micro-batches have different numbers of targets that count; the plain module sees all of them at once."""
+    graph = graph_of(name, batch_size=SAMPLES)
+    strategy = in_micro_batches(staged(graph, groups, 1, 4), 4, Schedule.ONE_F_ONE_B)
+    result = pool.run(job_of(name, graph, strategy))
+    assert result.verification is not None
+    assert result.verification.failure is None
+    assert_equal(result, oracle.train_plain(reference(name, batch_size=4 * SAMPLES)))
+
+
+def test_a_sum_of_several_means_is_averaged_over_micro_batches() -> None:
+    assert counted_loss(graph_of("ignoring")) is not None
+    assert counted_loss(graph_of("recurrent")) is None
 
 
 def test_every_micro_batch_drops_out_by_itself(pool: LocalPool) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.services.models.models import ImportedModel, ModelRequest, in_micro_batches
+from app.services.progress import Progress
 from graph.errors import UsageError
+from graph.rules.batch_norm import STATISTICS
 from graph.schedule import MicroBatches, check_micro_batches, micro_batches_from_json
 
 
@@ -40,8 +42,10 @@ def micro_batches_of(document: object) -> MicroBatches:
     return micro_batches_from_json(entry)
 
 
-def check_graph(model: ImportedModel) -> None:
+def check_graph(model: ImportedModel, progress: Progress) -> None:
     """Check that a model's step can go through its micro-batches, whatever the strategy, before anything is measured.
+
+    Says so where a network of them trains otherwise than one of the whole batch.
 
     Raises:
         StrategyError: a micro-batch needs what the one before it renews.
@@ -51,3 +55,8 @@ def check_graph(model: ImportedModel) -> None:
 
         configurations = single_device(model.graph).configurations
         check_micro_batches(MicroBatches(model.request.micro_batches), model.graph, configurations)
+        if any(operator.target in STATISTICS for operator in model.graph.operators):
+            progress.warn(
+                f"batch normalization of {model.graph.name} has the statistics of a micro-batch, "
+                f"{model.micro_batch_size} samples, not those of the whole batch"
+            )

@@ -170,7 +170,7 @@ def _limited(limit_s: float | None) -> Iterator[None]:
 def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
     with progress.stage(f"importing {request.model.name}"):
         model = import_graph(request.model, batch_norm=request.batch_norm)
-    check_graph(model)
+    check_graph(model, progress)
     return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
 
 

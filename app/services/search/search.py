@@ -178,7 +178,7 @@ def _setting(
     store: Store, request: SearchRequest, model: ImportedModel, progress: Progress
 ) -> Iterator[Setting]:
     """Find topology and costs; on this machine, costs that are missing are measured."""
-    check_graph(model)
+    check_graph(model, progress)
     training = Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
     target = find_target(
         store,
