@@ -258,8 +258,8 @@ def waits_of(unit: Unit, stages: int) -> tuple[Unit, ...]:
 def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tuple[Unit, ...]:
     """Return all units in one order, of which the order of each group of devices is a part.
 
-    They are in the order in which they would start if a backward took twice as long as a forward and nothing else took
-    any time; of equals the later stage first, which lets its micro-batch go.
+    They are in the order in which they would end if a backward took twice as long as a forward and nothing else took
+    any time, since what a unit sends is issued at its end; of equals the later stage first.
 
     Raises:
         ValueError: the orders wait for each other.
@@ -286,17 +286,15 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
 
     for group in range(groups):
         look_at(group)
-    result: list[Unit] = []
     while ready:
         start, _, group, unit = heappop(ready)
         free[group] = ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
         done[group] += 1
-        result.append(unit)
         for other in (group, *waiting.pop(unit, ())):
             look_at(other)
-    if len(result) < sum(map(len, orders)):
+    if len(ended) < sum(map(len, orders)):
         raise ValueError(f"the orders of {schedule} over {groups} groups wait for each other")
-    return tuple(result)
+    return tuple(sorted(ended, key=lambda unit: (ended[unit], -unit.stage)))
 
 
 def in_flight(order: Sequence[Unit]) -> int:

@@ -9,6 +9,7 @@ from graph.schedule import (
     MicroBatches,
     Phase,
     Schedule,
+    Unit,
     common_order,
     group_orders,
     in_flight,
@@ -100,24 +101,23 @@ def test_common_order_has_each_unit_once_behind_all_that_it_waits_for(
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize("groups", [1, 2, 4, 5])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_common_order_takes_of_all_next_units_the_one_that_starts_first(
+def test_common_order_is_by_the_ends_of_units_a_backward_twice_a_forward(
     schedule: Schedule, groups: int, rounds: int
 ) -> None:
     chunks, count = (2, rounds * groups) if schedule is Schedule.INTERLEAVED else (1, rounds + 1)
-    left = [list(order) for order in group_orders(schedule, groups, chunks, count)]
-    free = [0] * groups
-    ended: dict[object, int] = {}
-    for unit in common_order(schedule, groups, chunks, count):
-        starts = []
+    orders = group_orders(schedule, groups, chunks, count)
+    left = [list(order) for order in orders]
+    ended: dict[Unit, int] = {}
+    while any(left):
         for group, order in enumerate(left):
-            waits = waits_of(order[0], groups * chunks) if order else ()
-            if order and all(wait in ended for wait in waits):
-                start = max([free[group], *(ended[wait] for wait in waits)])
-                starts.append((start, -order[0].stage, group))
-        start, _, group = min(starts)
-        assert left[group].pop(0) == unit
-        free[group] = ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
-    assert not any(left)
+            while order and all(wait in ended for wait in waits_of(order[0], groups * chunks)):
+                unit = order.pop(0)
+                before = orders[group][: orders[group].index(unit)]
+                waits = [*before[-1:], *waits_of(unit, groups * chunks)]
+                start = max((ended[wait] for wait in waits), default=0)
+                ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
+    found = common_order(schedule, groups, chunks, count)
+    assert list(found) == sorted(ended, key=lambda unit: (ended[unit], -unit.stage))
 
 
 def test_gradients_of_the_last_micro_batch_come_last_in_every_stage() -> None:
