@@ -277,6 +277,9 @@ class Layout:
             self.builder.graph, self.configurations, self.micro_batches, self.groups.last_O
         )
         self._account(pipeline)
+        builder = self.builder
+        added_ns = builder.accumulation.backward_ns(tasks, self.configurations, builder.sum_s_D)
+        tasks = tasks._replace(run_ns=tasks.run_ns + added_ns)
         return unrolled(tasks, resource_sets, len(self.builder.topology.devices), pipeline)
 
     def _account(self, pipeline: Pipeline) -> None:

@@ -50,6 +50,7 @@ from graph.training import OPTIMIZER_STATE, Training
 from search.cost.calls_to_profile import LocalCalls, rule_calls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
+from search.simulate.accumulation import GradientAccumulation
 
 if TYPE_CHECKING:
     from search.kernels.records import Machines, ResourceSets, Tasks
@@ -295,6 +296,18 @@ class TaskGraphBuilder:
     def update_s_D(self) -> IntArray:  # noqa: N802 - the shape suffix
         """Seconds in which each device updates one element."""
         return self._update_costs[0]
+
+    @cached_property
+    def sum_s_D(self) -> IntArray:  # noqa: N802 - the shape suffix
+        """Seconds in which each device adds two elements of gradients."""
+        dtype = self.graph.weight_dtype
+        costs = [self.costs.update_s("sgd", dtype, device.kind_name) for device in self.topology.devices]
+        return np.array([seconds for seconds, _ in costs], np.float64)
+
+    @cached_property
+    def accumulation(self) -> GradientAccumulation:
+        """What tasks add to the gradients of the micro-batches before."""
+        return GradientAccumulation(self.graph, self.local_calls)
 
     @cached_property
     def _update_costs(self) -> tuple[IntArray, IntArray]:

@@ -1,7 +1,7 @@
 """Slow, obvious step in micro-batches: `graph.plan`'s units one after the other, by names instead of positions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from graph.intervals import volume
@@ -34,12 +34,29 @@ class StepDeriver:
 
     def __init__(self, deriver: Deriver) -> None:
         self.deriver, self.plan = deriver, deriver.plan
-        self.once = deriver.derive()
         self.count = self.plan.strategy.micro_batches.count
+        self.once = [self.adding(task) for task in deriver.derive()]
         self.steps: list[StepTask] = []
         self.latest: dict[int, StepKey] = {}
         # By device, the renewals of the micro-batch before that no forward has waited for.
         self.renewed: dict[int, set[StepKey]] = {}
+
+    def adding(self, task: Task) -> Task:
+        """Return a task with the time to add its gradients of weights to those of other micro-batches."""
+        if task.key[0] != "backward" or self.count == 1:
+            return task
+        index, part = int(task.key[1]), int(task.key[2])
+        graph, call = self.deriver.graph, self.deriver.calls[index][part]
+        kind = self.deriver.topology.devices[task.resources[0]].kind_name
+        added_ns = 0
+        for slot, name in enumerate(graph.operators[index].inputs):
+            readers = graph.readers[name]
+            later = [other for other, _ in readers[readers.index((index, slot)) + 1 :]]
+            is_last = not any(graph.has_backward(graph.operators[other]) for other in later)
+            if graph.value_by_name[name].kind is ValueKind.WEIGHT and call.gradients[slot] and is_last:
+                seconds, _ = self.deriver.source.update_cost("sgd", call.inputs[slot].dtype, kind)
+                added_ns += nanoseconds(call.inputs[slot].elements * seconds)
+        return replace(task, run_ns=task.run_ns + added_ns)
 
     def derive(self) -> list[StepTask]:
         """Return all tasks in program order."""

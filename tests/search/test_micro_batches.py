@@ -406,7 +406,11 @@ def test_gradient_accumulation_computes_each_micro_batch_and_synchronizes_once(s
         times = 1 if kind in (TaskKind.SYNCHRONIZE, TaskKind.UPDATE, TaskKind.UPDATE_GATHER) else count
         in_one, in_step = (tasks.run_ns_T[tasks.kind_T == kind] for tasks in (one, step))
         assert len(in_step) == times * len(in_one), kind
-        assert in_step.sum() == times * in_one.sum(), kind
+        if kind is TaskKind.BACKWARD:
+            # They also add to the gradients of other micro-batches.
+            assert in_step.sum() > times * in_one.sum()
+        else:
+            assert in_step.sum() == times * in_one.sum(), kind
     assert (one.kind_T == TaskKind.SYNCHRONIZE).any()
     computed = np.isin(step.kind_T, COMPUTE_KINDS)
     assert simulate_tasks(step).busy_ns[computed].sum() >= step.run_ns_T[computed].sum()
