@@ -226,12 +226,19 @@ class OperatorGraph:
         Backwards go in the opposite order of forwards, so the last reader of a tensor gives its first gradient.
         """
         slots: list[list[int]] = [[] for _ in self.operators]
-        for name, pairs in self.readers.items():
-            if self.value_by_name[name].requires_gradient:
-                giving = [pair for pair in pairs if self.has_backward(self.operators[pair[0]])]
-                for index, slot in giving[:-1]:
-                    slots[index].append(slot)
+        for giving in self.gradient_readers.values():
+            for index, slot in giving[:-1]:
+                slots[index].append(slot)
         return tuple(tuple(sorted(of)) for of in slots)
+
+    @cached_property
+    def gradient_readers(self) -> dict[str, list[tuple[int, int]]]:
+        """For each tensor with a gradient: its readers that have a backward, as (operator, input slot), in order."""
+        return {
+            name: [pair for pair in pairs if self.has_backward(self.operators[pair[0]])]
+            for name, pairs in self.readers.items()
+            if self.value_by_name[name].requires_gradient
+        }
 
     @cached_property
     def rereads_weights(self) -> tuple[bool, ...]:

@@ -36,7 +36,7 @@ from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import Stage, Unit, common_order, in_flight, stages_of
+from graph.schedule import Stage, Unit, common_order, stages_of
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, started_after
 from graph.weight_placement import (
@@ -223,11 +223,6 @@ class Plan:
         groups = 1 + max(stage.group for stage in self.stages)
         micro_batches = self.strategy.micro_batches
         return common_order(micro_batches.schedule, groups, len(self.stages) // groups, micro_batches.count)
-
-    def in_flight(self, device: int) -> int:
-        """Return how many micro-batches a device has begun and not ended at most, each stage of it counted."""
-        own = {number for number, stage in enumerate(self.stages) if device in stage.devices}
-        return in_flight([unit for unit in self.units if unit.stage in own])
 
     def with_synchronization(self, synchronization: Synchronization) -> Plan:
         """Return the plan of the same strategy with its weights synchronized otherwise, in default orders."""

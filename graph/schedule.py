@@ -297,15 +297,6 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
     return tuple(sorted(ended, key=lambda unit: (ended[unit], -unit.stage)))
 
 
-def in_flight(order: Sequence[Unit]) -> int:
-    """Return how many micro-batches, of all its stages, a group has begun and not ended at most."""
-    most = now = 0
-    for unit in order:
-        now += 1 if unit.phase is Phase.FORWARD else -1
-        most = max(most, now)
-    return most
-
-
 # ---- as a part of strategies
 
 

@@ -97,6 +97,8 @@ class StepRunner:
             self._micro_batches,
             [slot for slot, _ in self._program.held.values()],
         )
+        for slot, home in self._program.gradient_homes.items():
+            self._state.gradients.stand_in(slot, home)
         self._held: dict[str, torch.Tensor] = {}
         # The parts of each weight that the rank updates, in one tensor.
         self._own: dict[str, torch.Tensor] = {}

@@ -65,20 +65,6 @@ class FillBucket(Communication):
 
 
 @dataclass(frozen=True, slots=True)
-class BeginGradients(Communication):
-    """Zeros in buckets to which the gradients of all micro-batches are added, where a weight is held as one cell."""
-
-    buckets: tuple[FlatBucket, ...]
-
-    def run(self, state: StepState) -> None:
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            for piece in bucket.slices:
-                if piece.part.whole:
-                    state.gradients.set(piece.slot, piece.view, owned=True)
-
-
-@dataclass(frozen=True, slots=True)
 class StartAllReduce(Communication):
     """Starts the all-reduce of a slice of a full bucket: of its elements from `first` to before `last`."""
 

@@ -19,10 +19,11 @@ from runtime.instructions.selections import Selection
 
 @dataclass(slots=True)
 class _Entry:
-    """The gradient of a slot so far, and whether it is the store's own tensor."""
+    """The gradient of a slot so far, whether it is the store's own tensor, and the tensor that it is to stand in."""
 
     gradient: torch.Tensor | None = None
     owned: bool = False
+    home: torch.Tensor | None = None
 
 
 class GradientStore:
@@ -58,15 +59,21 @@ class GradientStore:
         entry.gradient, entry.owned = None, False
         return gradient
 
-    def set(self, slot: int, gradient: torch.Tensor, *, owned: bool = False) -> None:
-        """Replace the gradient of `slot` by a tensor of the caller, which is added to in place only where `owned`."""
+    def set(self, slot: int, gradient: torch.Tensor) -> None:
+        """Replace the gradient of `slot` by a tensor of the caller, which is not added to in place."""
         entry = self._entries[slot]
-        entry.gradient, entry.owned = gradient, owned
+        entry.gradient, entry.owned = gradient, False
+
+    def stand_in(self, slot: int, home: torch.Tensor) -> None:
+        """Let all gradients of `slot` add up in a tensor of the caller, from the first one on."""
+        self._entries[slot].home = home
 
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the whole tensor."""
         entry = self._entries[slot]
-        if entry.gradient is None:
+        if entry.gradient is None and entry.home is not None:
+            entry.gradient, entry.owned = entry.home.copy_(gradient), True
+        elif entry.gradient is None:
             entry.gradient = gradient
         elif entry.owned:
             entry.gradient.add_(gradient)
@@ -86,7 +93,7 @@ class GradientStore:
         entry = self._entries[slot]
         total = entry.gradient
         if total is None:
-            total = like.new_zeros(self._shapes[slot])
+            total = like.new_zeros(self._shapes[slot]) if entry.home is None else entry.home.zero_()
         elif not entry.owned:
             total = total.clone(memory_format=torch.contiguous_format)
         entry.gradient, entry.owned = total, True

@@ -94,6 +94,8 @@ class Program:
     late_updates: of the instructions those that update weights, each before the first operator that reads it.
     late_gathers: of the instructions those that wait for updated weights, likewise.
     kept: for each value that stays after the step, the regions of it that the rank makes, and their slots.
+    gradient_homes: of several micro-batches, by slot, the place in its bucket of the gradient of each weight that is
+        one cell: a gradient beside the bucket would take its memory twice for as long as the step lasts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -108,6 +110,7 @@ class Program:
     late_updates: tuple[UpdateFirst, ...]
     late_gathers: tuple[AwaitGathers, ...]
     kept: dict[str, tuple[tuple[Region, int], ...]]
+    gradient_homes: dict[int, torch.Tensor]
 
 
 def compile_program(
@@ -189,15 +192,14 @@ class _Lowering:
                 for local in self.slots.empty
             ),
             updated=tuple(name for name in held if self._has_gradient(name)),
-            instructions=tuple(
-                self._runs.of_step([flat for flats in self._flats.values() for flat in flats], finished)
-            ),
+            instructions=tuple(self._runs.of_step(finished)),
             parts=self.parts,
             sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
             late_updates=tuple(late_updates.values()),
             late_gathers=tuple(late_gathers.values()),
             kept={name: tuple(self.slots.made(name)) for name in sorted(self.kept)},
+            gradient_homes=self._gradient_homes(),
         )
 
     def _nodes(self) -> list[list[tuple[Node, Make]]]:
@@ -421,6 +423,12 @@ class _Lowering:
                 made = flat_buckets(self.graph, bucket, self.slots.held, self.held, self.device, first)
                 self._flats[number] = made
                 first += len(made)
+
+    def _gradient_homes(self) -> dict[int, torch.Tensor]:
+        if self.plan.strategy.micro_batches.count == 1:
+            return {}
+        pieces = [piece for flats in self._flats.values() for flat in flats for piece in flat.slices]
+        return {piece.slot: piece.view for piece in pieces if piece.part.whole}
 
     def _start_sums(self, number: int, part: int) -> None:
         """Append the all-reduces of one slice of a bucket: one for each dtype."""

@@ -15,12 +15,7 @@ from graph.plan import Plan
 from graph.schedule import Phase
 from runtime.instructions.base import Instruction
 from runtime.instructions.compute import EnterMicroBatch, GiveRenewals, Recompute, Release
-from runtime.instructions.gradient_synchronization import (
-    BeginGradients,
-    FillBucket,
-    FlatBucket,
-    StartAllReduce,
-)
+from runtime.instructions.gradient_synchronization import FillBucket, StartAllReduce
 from runtime.instructions.sharded_weights import StartReduceScatter
 
 _OF_LAST_MICRO_BATCH = (FillBucket, StartAllReduce, StartReduceScatter)
@@ -79,15 +74,8 @@ class StageRuns:
                     needed.difference_update(instruction.outputs)
             run.instructions[:] = reversed(result)
 
-    def of_step(
-        self, buckets: Sequence[FlatBucket], finished: Sequence[Instruction]
-    ) -> Iterator[Instruction]:
-        """Yield the instructions of a whole step.
-
-        Args:
-            buckets: of the rank's gradients, to which those of micro-batches are added.
-            finished: the waits for the synchronization of gradients.
-        """
+    def of_step(self, finished: Sequence[Instruction]) -> Iterator[Instruction]:
+        """Yield the instructions of a whole step; `finished`: the waits for the synchronization of gradients."""
         count = self._plan.strategy.micro_batches.count
         if count == 1:
             for run in self._runs:
@@ -95,7 +83,6 @@ class StageRuns:
             yield from finished
             return
         runs = {(run.phase, run.stage): run.instructions for run in self._runs}
-        yield BeginGradients(tuple(buckets))
         # Micro-batches whose backward was the last one here, and the one before: their gradients are on their way.
         on_their_way: list[int] = []
         for phase, stage, number in self._plan.units:

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from graph.schedule import Schedule
-from scripts.benchmarks.prediction import database
+from scripts.benchmarks.prediction import database, executed
 from scripts.benchmarks.result import BenchmarkResult, Row, measurement, number
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ WAYS = (
     ("3d-1x1x2", 4, Schedule.ONE_F_ONE_B),
     ("3d-1x1x2", 8, Schedule.ONE_F_ONE_B),
 )
-DEVICES, ITERATIONS, WARMUP = 2, 5, 2
+DEVICES, ITERATIONS = 2, 5
 ERROR, MEMORY_ERROR = 10.0, 5.0
 # Steps that are this close are of no order.
 NOISE = 0.02
@@ -94,14 +94,27 @@ def run(*, quick: bool) -> BenchmarkResult:
     Raises:
         SoapstoneError: a run failed.
     """
+    from app.services.models.models import requested_model
+
     table: list[Row] = []
     orders = []
     with database():
         for name in QUICK if quick else SIZES:
             done = {way: _Executed([], []) for way in WAYS}
+            model = requested_model(f"{__name__}:{name}", "paper", BATCHES[name])
             for way in (*WAYS, *reversed(WAYS)):
-                done[way].add(_run(name, *way))
-            rows = [_row(name, way, executed) for way, executed in done.items()]
+                strategy, count, schedule = way
+                report = executed(
+                    model,
+                    strategy,
+                    DEVICES,
+                    ITERATIONS,
+                    batch_norm="local",
+                    micro_batches=count,
+                    schedule=schedule,
+                )
+                done[way].add(report)
+            rows = [_row(name, way, both) for way, both in done.items()]
             table += rows
             orders += [
                 (number(one, "predicted ms") - number(other, "predicted ms"))
@@ -128,28 +141,9 @@ def run(*, quick: bool) -> BenchmarkResult:
     )  # fmt: skip
 
 
-def _run(name: str, strategy: str, count: int, schedule: Schedule | None) -> RunReport:
-    from app.services.models.models import requested_model
-    from app.services.progress import Progress
-    from app.services.run.run import RunRequest, run_strategy
-
-    report = run_strategy(
-        RunRequest(
-            model=requested_model(f"{__name__}:{name}", "paper", BATCHES[name]), strategy=strategy, devices=DEVICES,
-            processor="cpu", optimizer="sgd", batch_norm="local", iterations=ITERATIONS, warmup=WARMUP, seed=0,
-            verify=False, on_miss="measure", timeout_s=600, micro_batches=count, schedule=schedule,
-        ),
-        None,
-        Progress(),
-    )  # fmt: skip
-    if report is None:
-        raise RuntimeError("benchmark: must run alone, not under torchrun")
-    return report
-
-
-def _row(name: str, way: tuple[str, int, Schedule | None], executed: _Executed) -> Row:
+def _row(name: str, way: tuple[str, int, Schedule | None], both: _Executed) -> Row:
     strategy, count, schedule = way
-    predicted_s, measured_s = statistics.mean(executed.predicted_s), statistics.mean(executed.measured_s)
+    predicted_s, measured_s = statistics.mean(both.predicted_s), statistics.mean(both.measured_s)
     return {
         "network": name,
         "strategy": "two stages" if strategy.startswith("3d-") else strategy,
@@ -158,6 +152,6 @@ def _row(name: str, way: tuple[str, int, Schedule | None], executed: _Executed) 
         "predicted ms": predicted_s * 1e3,
         "measured ms": measured_s * 1e3,
         "off": predicted_s / measured_s - 1,
-        "peak MB": executed.measured_bytes / 1e6,
-        "peak off": executed.predicted_bytes / executed.measured_bytes - 1,
+        "peak MB": both.measured_bytes / 1e6,
+        "peak off": both.predicted_bytes / both.measured_bytes - 1,
     }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from app.services.models.models import ModelRequest
     from app.services.run.report import RunReport
     from graph.operators import OperatorGraph
+    from graph.schedule import Schedule
     from graph.strategy import Strategy
 
 DEVICES = (2, 4)
@@ -113,7 +114,14 @@ def _execute_all(name: str, preset: str, batch_size: int, devices: int, folder: 
 
 
 def executed(
-    model: ModelRequest, reference: str, devices: int = DEVICES[0], iterations: int = 10
+    model: ModelRequest,
+    reference: str,
+    devices: int = DEVICES[0],
+    iterations: int = 10,
+    *,
+    batch_norm: str = "synchronized",
+    micro_batches: int | None = None,
+    schedule: Schedule | None = None,
 ) -> RunReport:
     """Execute a strategy on CPU devices and return the report; costs that are missing are measured first."""
     from app.services.progress import Progress
@@ -122,8 +130,8 @@ def executed(
     report = run_strategy(
         RunRequest(
             model=model, strategy=reference, devices=devices, processor="cpu", optimizer="sgd",
-            batch_norm="synchronized", iterations=iterations, warmup=2, seed=0, verify=False, on_miss="measure",
-            timeout_s=600,
+            batch_norm=batch_norm, iterations=iterations, warmup=2, seed=0, verify=False, on_miss="measure",
+            timeout_s=600, micro_batches=micro_batches, schedule=schedule,
         ),
         None,
         Progress(),

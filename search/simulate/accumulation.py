@@ -1,8 +1,8 @@
 """What it takes to add the gradients of micro-batches: each backward adds to those of the micro-batches before.
 
 A sum of gradients reads two tensors and writes one, as an update by plain SGD does, whose time it takes
-(`CostTable.backward_ns`, which has the sums within one micro-batch). Buckets begin with zeros, so that the first
-micro-batch's gradients are added, too.
+(`CostTable.backward_ns`, which has the sums within one micro-batch). The first micro-batch's gradients are copied
+into the buckets, which counts as a sum.
 """
 
 from __future__ import annotations
@@ -37,14 +37,8 @@ class GradientAccumulation:
         graph = self._graph
         slots: list[list[int]] = [[] for _ in graph.operators]
         for weight in graph.weights:
-            if weight.requires_gradient:
-                giving = [
-                    pair
-                    for pair in graph.readers[weight.name]
-                    if graph.has_backward(graph.operators[pair[0]])
-                ]
-                for index, slot in giving[-1:]:
-                    slots[index].append(slot)
+            for index, slot in graph.gradient_readers.get(weight.name, ())[-1:]:
+                slots[index].append(slot)
         return tuple(map(tuple, slots))
 
     @cached_property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from graph.errors import StrategyError
@@ -12,11 +14,19 @@ from graph.schedule import (
     Unit,
     common_order,
     group_orders,
-    in_flight,
     micro_batches_from_json,
     micro_batches_to_json,
     waits_of,
 )
+
+
+def in_flight(order: Sequence[Unit]) -> int:
+    """Return how many micro-batches, of all its stages, a group has begun and not ended at most."""
+    most = now = 0
+    for unit in order:
+        now += 1 if unit.phase is Phase.FORWARD else -1
+        most = max(most, now)
+    return most
 
 
 def makespan(

@@ -16,7 +16,7 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.training import Training
 from runtime.jobs.job import Job, JobResult
-from runtime.jobs.models import ModelReference
+from runtime.jobs.models import ModelReference, split_batch
 from tests.runtime.pool import LocalPool
 
 SEED = 11
@@ -80,17 +80,31 @@ def loss_of(result: Any) -> Tensor:
     return loss
 
 
-def train_plain(model: ModelReference, optimizer: str = "momentum", seed: int = SEED) -> Expected:
-    """Train the plain module for three steps."""
-    module, args, kwargs = model.build(seed)
+def train_plain(
+    model: ModelReference,
+    optimizer: str = "momentum",
+    seed: int = SEED,
+    of_one: OperatorGraph | None = None,
+    count: int = 1,
+) -> Expected:
+    """Train the plain module for three steps.
+
+    Each is of `count` micro-batches, whose gradients add up; `of_one`: the graph of one of them.
+    """
+    built = model.build(seed)
+    batches = [built] if of_one is None else split_batch(of_one, built, count)
+    module = built[0]
     stepper = make_optimizer(optimizer, list(module.parameters()))
     losses = []
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
         stepper.zero_grad()
-        loss = loss_of(module(*args, **kwargs))
-        loss.backward()
-        losses.append(float(loss.detach()))
+        total = 0.0
+        for _, args, kwargs in batches:
+            loss = loss_of(module(*args, **kwargs)) / count
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
         if step == 0:
             gradients = {
                 name: parameter.grad.clone()

@@ -6,28 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.plan import build_plan
-from graph.schedule import Schedule
+from graph.schedule import Schedule, group_orders
 from graph.strategy import Sharding, Strategy
 from runtime.jobs.job import Job
 from runtime.jobs.models import split_batch
 from runtime.lowering.loss_count import counted_loss
-from tests.runtime import oracle
-from tests.runtime.oracle import (
-    SEED,
-    STEPS,
-    Expected,
-    assert_equal,
-    graph_of,
-    loss_of,
-    make_job,
-    make_optimizer,
-    reference,
-)
+from tests.runtime.oracle import SEED, assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import (
     by_kind,
@@ -43,38 +31,6 @@ NAMES = ("branches", "convolutions", "mixed", "perceptron", "recurrent")
 SAMPLES = 3
 
 
-def train_plain(name: str, graph: OperatorGraph, count: int, optimizer: str) -> Expected:
-    """Train the plain module for three steps, each of `count` micro-batches whose gradients add up."""
-    built = reference(name, batch_size=count * SAMPLES).build(SEED)
-    batches = split_batch(graph, built, count)
-    module = built[0]
-    stepper = make_optimizer(optimizer, list(module.parameters()))
-    losses = []
-    gradients: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
-        stepper.zero_grad()
-        total = 0.0
-        for _, args, kwargs in batches:
-            loss = loss_of(module(*args, **kwargs)) / count
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        if step == 0:
-            gradients = {
-                key: parameter.grad.clone()
-                for key, parameter in module.named_parameters()
-                if parameter.grad is not None
-            }
-        stepper.step()
-    return Expected(
-        tuple(losses),
-        gradients,
-        {key: parameter.detach() for key, parameter in module.named_parameters()},
-        # A frozen parameter is a buffer of the graph.
-        {key: tensor.detach() for key, tensor in (*module.named_parameters(), *module.named_buffers())},
-    )
-
-
 def job_of(name: str, graph: OperatorGraph, strategy: Strategy, optimizer: str = "momentum") -> Job:
     count = strategy.micro_batches.count
     return make_job(graph, strategy, reference(name, batch_size=count * SAMPLES), optimizer)
@@ -86,7 +42,11 @@ def check(pool: LocalPool, name: str, strategy: Strategy, optimizer: str = "mome
     result = pool.run(job_of(name, graph, strategy, optimizer))
     assert result.verification is not None
     assert result.verification.failure is None
-    assert_equal(result, train_plain(name, graph, strategy.micro_batches.count, optimizer))
+    count = strategy.micro_batches.count
+    model = reference(name, batch_size=count * SAMPLES)
+    expected = train_plain(model, optimizer, of_one=graph, count=count)
+    # A frozen parameter is a buffer of the graph.
+    assert_equal(result, replace(expected, buffers={**expected.weights, **expected.buffers}))
 
 
 @pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
@@ -146,7 +106,7 @@ def test_a_mean_over_targets_is_that_of_the_whole_batch(
     result = pool.run(job_of(name, graph, strategy))
     assert result.verification is not None
     assert result.verification.failure is None
-    assert_equal(result, oracle.train_plain(reference(name, batch_size=4 * SAMPLES)))
+    assert_equal(result, train_plain(reference(name, batch_size=4 * SAMPLES)))
 
 
 def test_a_sum_of_several_means_is_averaged_over_micro_batches() -> None:
@@ -168,7 +128,8 @@ def test_the_order_of_every_rank_is_a_part_of_the_common_order() -> None:
     strategy = in_micro_batches(staged(graph, [[0], [1], [2]], 1, 5, split=False), 4, Schedule.ONE_F_ONE_B)
     plan = build_plan(graph, strategy, (0,) * 3)
     assert [stage.devices for stage in plan.stages] == [{0}, {1}, {2}]
-    assert [plan.in_flight(device) for device in range(3)] == [3, 2, 1]
+    for stage, own in enumerate(group_orders(Schedule.ONE_F_ONE_B, 3, 1, 4)):
+        assert own == tuple(unit for unit in plan.units if unit.stage == stage)
 
 
 @pytest.mark.parametrize(

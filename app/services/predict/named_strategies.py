@@ -9,7 +9,6 @@ from app.db.records import TASK_ORDERS, RankedStrategy, StrategySource
 from app.db.store import Store
 from app.services.predict.predict import Setting
 from graph.errors import UsageError
-from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 
 _MADE = ("best", "data-parallel", "single-device", "expert", "operator-placement", "stanza", "zero", "fsdp")
@@ -71,39 +70,29 @@ def source_of(baseline: str) -> StrategySource:
     return next(source for source in _SOURCES if baseline == source or baseline.startswith(f"{source}-"))
 
 
-def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[Strategy, StrategySource]:
-    """Return a baseline that not every network and number of devices has.
+def _other_baseline(setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
+    """Return a baseline that not every network and number of devices has, 3-D parallelism (`3d-2x2x2`) among them.
 
     Raises:
         UsageError: this network has none of that name on so many devices.
     """
-    from search.space import baselines
+    from app.services.predict.problem import problem_of
+    from search.algorithms.staging import pipeline_baselines
+    from search.space.baselines import all_baselines
 
-    named = {baseline.name: baseline for baseline in baselines.all_baselines(graph, count)}
+    graph, count = setting.model.graph, len(setting.topology.devices)
+    of_kind = (
+        pipeline_baselines(problem_of(setting))
+        if reference.startswith("3d-")
+        else all_baselines(graph, count)
+    )
+    named = {baseline.name: baseline.strategy for baseline in of_kind}
     if reference not in named:
         raise UsageError(
             f"strategy {reference}: is none of {graph.name} on {count} devices, must be one of {', '.join(named)}; "
             "choose another"
         )
-    return named[reference].strategy, source_of(reference)
-
-
-def _pipelined(setting: Setting, reference: str) -> Strategy:
-    """Return the 3-D parallelism that `3d-DxTxP` names: data x tensor x pipeline degree.
-
-    Raises:
-        UsageError: the network has none of these degrees on so many devices.
-    """
-    from app.services.predict.problem import problem_of
-    from search.algorithms.staging import pipeline_baselines
-
-    named = {baseline.name: baseline.strategy for baseline in pipeline_baselines(problem_of(setting))}
-    if reference not in named:
-        raise UsageError(
-            f"strategy {reference}: is none of {setting.model.graph.name} on {len(setting.topology.devices)} devices, "
-            f"must be one of {', '.join(named)}; choose another"
-        )
-    return named[reference]
+    return named[reference], source_of(reference)
 
 
 def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
@@ -130,10 +119,10 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
     if reference == "megatron" or reference.startswith("megatron-"):
         degree = _tensor_degree(reference, count)
         return baselines.megatron(graph, degree, count // degree), "megatron"
-    if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith("mesh-"):
-        return _other_baseline(graph, count, reference)
-    if reference.startswith("3d-"):
-        return _pipelined(setting, reference), source_of(reference)
+    if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith(
+        ("mesh-", "3d-")
+    ):
+        return _other_baseline(setting, reference)
     if reference == "best":
         ranked = _best(store, setting)
         if ranked is None:

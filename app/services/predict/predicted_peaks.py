@@ -89,7 +89,7 @@ def _fewer_micro_batches(plan: Plan) -> tuple[int, int] | None:
 
 
 def _extended(before: PredictedPeak, after: PredictedPeak, rounds: int) -> PredictedPeak:
-    """Return the peak after more rounds, each of which adds to it what the last one did."""
+    """Return the peak after more rounds, each of which adds as many bytes to it as the last one."""
     from runtime.observe.memory_trace import PredictedPeak
 
     was = dict(before.parts)

@@ -1,4 +1,4 @@
-"""The problem of a setting: what algorithms, bounds and baselines of measured costs are made from."""
+"""The problem of a setting: the input of search algorithms, bounds, and baselines that need costs."""
 
 from __future__ import annotations
 

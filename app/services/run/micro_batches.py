@@ -58,7 +58,7 @@ def divided(strategy: Strategy, request: RunRequest) -> Strategy:
 
 
 def _document(reference: str, database: str | None) -> Any:
-    """Return the document of a strategy that is stored or in a file; nothing of one that is made for the graph."""
+    """Return the document of a strategy that is stored or in a file; an empty one of a baseline."""
     if follows_graph(reference):
         return {}
     if Path(reference).suffix == ".json" or os.path.isfile(reference):
@@ -68,7 +68,7 @@ def _document(reference: str, database: str | None) -> Any:
 
 
 def _check(request: RunRequest, document: Mapping[str, Any]) -> None:
-    """Refuse what does not go with micro-batches, before anything is imported or measured."""
+    """Refuse options and strategies that do not go with micro-batches, before anything is imported or measured."""
     count = request.model.micro_batches
     if request.compile_stretches or document.get("compiled"):
         name = "--compile" if request.compile_stretches else f"strategy {request.strategy}"

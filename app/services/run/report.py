@@ -83,7 +83,7 @@ class RunReport:
 
     @property
     def verified(self) -> bool:
-        """True where the run was verified: every deviation is within what is allowed."""
+        """True where the run was verified, and every deviation is within its allowed one."""
         return self.deviations is not None and self.failure is None
 
     def to_json(self) -> dict[str, Any]:

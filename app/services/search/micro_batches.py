@@ -1,4 +1,4 @@
-"""Strategies of a search with micro-batches: those that can have them, and what does not go with them."""
+"""The strategies of a search with micro-batches, and the options that do not go with micro-batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def schedule_of(request: SearchRequest) -> Schedule | None:
 
 
 def check_options(request: SearchRequest, names: Iterable[str]) -> None:
-    """Refuse what does not go with micro-batches, or needs several of them, before anything is imported.
+    """Refuse options that do not go with micro-batches, or need several of them, before anything is imported.
 
     names: of the algorithms.
 
