@@ -1,0 +1,1 @@
+"""Strategies with pipeline stages as files of torch.distributed.pipelining."""
