@@ -91,6 +91,35 @@ def import_with_outputs(
     return graph, find_outputs(graph, program, environment, module, (args, kwargs), outputs)
 
 
+def import_with_nodes(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    batch_norm: str = "synchronized",
+) -> tuple[OperatorGraph, dict[str, tuple[str, ...]]]:
+    """Return the graph of `import_module`, and its values by the calls of the functional program, in their order.
+
+    Args:
+        module: as for `import_module`.
+        args: likewise.
+        kwargs: likewise.
+        name: likewise.
+        batch_norm: likewise.
+
+    Raises:
+        ImportFailure: as by `import_module`.
+    """
+    graph, program, environment = _imported(module, args, kwargs, name, batch_norm)
+    values: dict[str, tuple[str, ...]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            lowered = environment.get(node, "")
+            values[node.name] = tuple(filter(None, (lowered,) if isinstance(lowered, str) else lowered))
+    return graph, values
+
+
 def _imported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, batch_norm: str
 ) -> tuple[OperatorGraph, FunctionalProgram, Mapping[fx.Node, Lowered]]:

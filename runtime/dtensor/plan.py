@@ -118,12 +118,13 @@ def _plan_on(
         blocks=modules.blocks() if data is not None else (),
         data=data,
         attends=any(operator.target in ATTENTIONS for operator in graph.operators),
-        draws=any(_draws(operator) for operator in graph.operators),
+        draws=any(draws(operator) for operator in graph.operators),
         notes=tuple(notes),
     )
 
 
-def _draws(operator: Operator) -> bool:
+def draws(operator: Operator) -> bool:
+    """Return whether an operator draws random numbers."""
     if operator.target in ATTENTIONS:
         return bool(operator.argument("dropout_p"))
     return operator.target in DRAWING

@@ -112,7 +112,7 @@ def _check_linear(operator: Operator) -> None:
 
 
 def _share(graph: OperatorGraph, sums: Sequence[int], summed: set[str]) -> LossShare:
-    means = {_is_mean(graph.operators[index]) for index in sums}
+    means = {is_mean(graph.operators[index]) for index in sums}
     if len(means) != 1:
         raise Inexpressible("the loss joins sums and means over the samples")
     (mean,) = means
@@ -135,7 +135,7 @@ def _share(graph: OperatorGraph, sums: Sequence[int], summed: set[str]) -> LossS
     return LossShare(mean=True, targets=(position, int(counted[0].argument("ignore_index"))))
 
 
-def _is_mean(operator: Operator) -> bool:
+def is_mean(operator: Operator) -> bool:
     """Return whether an operator that sums over samples is a mean; a sum is not.
 
     Raises:

@@ -1,4 +1,7 @@
-"""The parts of a generated file that are the same for every plan, or for every plan with a data or a tensor dim."""
+"""The parts of a generated file that are the same for every plan, or for every plan with a data or a tensor dim.
+
+Files of `runtime.pipelining` have the same mesh, module, comparison and end.
+"""
 
 HEAD = '''
 
@@ -18,7 +21,9 @@ def make_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", device_id=device)
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+'''
 
+PARALLELIZE = '''
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Parallelize `module` in place; it must hold the same weights on every rank, on the mesh's device."""
@@ -96,7 +101,7 @@ def placed(mesh: DeviceMesh) -> Iterator[None]:
         yield
 '''
 
-BUILD = '''
+LOSS = '''
 
 def loss_of(result: Any) -> torch.Tensor:
     """Return the scalar loss in what a module returns."""
@@ -106,12 +111,16 @@ def loss_of(result: Any) -> torch.Tensor:
         result = result[0]
     loss = result if isinstance(result, torch.Tensor) else result.loss
     return loss.reshape(())
+'''
 
+WHOLE = '''
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor gathered from all ranks of its mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+'''
 
+BUILD = '''
 
 def build(device_type: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Return the model and a batch, equal on every rank, in float64."""
@@ -124,13 +133,15 @@ def build(device_type: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 EVALUATION = """    module.eval()  # dropout would draw other numbers on every rank
 """
 
-CHECK = '''
+CONVERT = '''
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device_type, torch.float64 if tensor.is_floating_point() else tensor.dtype)
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, convert, (tuple(args), dict(kwargs)))
     return module.to(device_type).double(), args, kwargs
+'''
 
+CHECK = '''
 
 def check(mesh: DeviceMesh) -> bool:
     """Return whether one step equals the plain module's; rank 0 prints the largest deviation of each parameter."""
@@ -142,20 +153,21 @@ def check(mesh: DeviceMesh) -> bool:
     }
     verdict = torch.ones((), device=mesh.device_type)
     if dist.get_rank() == 0:
-        verdict *= compare(loss, gradients, *build(mesh.device_type))
+        plain, args, kwargs = build(mesh.device_type)
+        verdict *= compare(loss, gradients, plain, loss_of(plain(*args, **kwargs)))
     dist.broadcast(verdict, 0)
     return bool(verdict)
+'''
 
+COMPARE = '''
 
 def compare(
     loss: torch.Tensor,
     gradients: dict[str, torch.Tensor | None],
     plain: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    expected_loss: torch.Tensor,
 ) -> bool:
     """Print the deviations of loss and gradients from those of the plain module; return whether all are allowed."""
-    expected_loss = loss_of(plain(*args, **kwargs))
     expected_loss.backward()
     expected = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

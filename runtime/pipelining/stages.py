@@ -145,8 +145,11 @@ class Splitter:
             graph.output(tuple(sent))
         return self._module(graph)
 
-    def values(self, wanted: fx.Node) -> nn.Module:
-        """Return a module that computes one value that follows from inputs alone."""
+    def targets_of(self, name: str) -> tuple[nn.Module, int]:
+        """Return a module that computes the targets of a call from inputs alone, and the target that is ignored."""
+        call = next(node for node in self.calls if node.name == name)
+        wanted: Any = call.args[1]
+        ignored: Any = call.args[4] if len(call.args) > 4 else call.kwargs.get("ignore_index", -100)
         needed = {wanted}
         for node in reversed(self.calls):
             if node in needed:
@@ -155,7 +158,7 @@ class Splitter:
         nodes: dict[fx.Node, fx.Node] = {}
         self._copy(graph, nodes, [node for node in self.calls if node in needed])
         graph.output(nodes[wanted])
-        return self._module(graph)
+        return self._module(graph), int(ignored)
 
     def _copy(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], own: Sequence[fx.Node]) -> None:
         for index, node in enumerate(self.inputs):

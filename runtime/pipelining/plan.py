@@ -1,0 +1,172 @@
+"""A strategy's stages as names of the calls that torch.export makes: where each stage begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from graph.errors import StrategyError
+from graph.importer import import_with_nodes
+from graph.importing.exporting import loss_of, without_data
+from graph.operators import Operator, OperatorGraph, Slot
+from graph.rules import DRAWING
+from graph.schedule import Schedule, Stage, stages_of
+from graph.strategy import Strategy
+from runtime.dtensor.mesh import Inexpressible
+from runtime.dtensor.plan import ATTENTIONS, draws
+from runtime.dtensor.samples import MEANS_OVER_TARGETS, is_mean
+from runtime.lowering.loss_count import counted_loss
+from runtime.pipelining.stages import trace
+
+BATCH_STATISTICS = frozenset({"soapstone.moments", "aten._native_batch_norm_legit_functional.default"})
+KEPT_DRAWS = ATTENTIONS | {"soapstone.dropout"}
+"""Operators that draw, and which a stage leaves out where its module is in evaluation mode."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """All that a generated file says of a pipeline.
+
+    ranks: of the pipeline; stages are on them in turn.
+    firsts: the call that each stage begins with.
+    counted: the call of a loss that is a mean over targets that are not ignored; None where each micro-batch weighs
+        alike.
+    batch_statistics: a micro-batch is normalized by its own statistics.
+    mean: the loss is a mean over all samples, so that it is that of the whole batch at once.
+    draws: there is dropout.
+    """
+
+    ranks: int
+    schedule: Schedule
+    micro_batches: int
+    firsts: tuple[str, ...]
+    dims: tuple[tuple[int, int], ...]
+    counted: str | None = None
+    batch_statistics: bool = False
+    mean: bool = True
+    draws: bool = False
+
+
+def make_stage_plan(
+    graph: OperatorGraph,
+    strategy: Strategy,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dims: Sequence[tuple[int, int]],
+) -> StagePlan:
+    """Return the stages of a validated strategy.
+
+    Args:
+        graph: imported from `module`, of one micro-batch.
+        strategy: of the graph.
+        module: may be on the meta device; it is looked at alone.
+        args: of one micro-batch.
+        kwargs: likewise.
+        dims: (position, dim) of each input that is cut into micro-batches.
+
+    Raises:
+        StrategyError: torch.distributed.pipelining does not express the strategy; one line with the reason.
+    """
+    try:
+        stages = _checked_stages(graph, strategy)
+        if len(dims) < len(graph.inputs):
+            raise Inexpressible("an input is the same for all micro-batches")
+        again, values = import_with_nodes(module, args, kwargs, name=graph.name, batch_norm=graph.batch_norm)
+        if again.digest != graph.digest:
+            raise Inexpressible("torch.export makes another graph each time")
+        with without_data(module, args, kwargs) as given:
+            program = trace(module, loss_of, *given)
+        names = [node.name for node in program.graph.nodes if node.op == "call_function"]
+        if names != list(values):
+            raise Inexpressible("torch.export makes other calls of the module by itself")
+        firsts = tuple(_first_call(graph, values, stage) for stage in stages)
+        counted = _counted_call(graph, values)
+    except Inexpressible as reason:
+        raise StrategyError(
+            f"strategy {strategy.digest[:12]}: torch.distributed.pipelining does not express it ({reason}), must be "
+            "stages of one device each; export it with --format json"
+        ) from None
+    return StagePlan(
+        ranks=1 + max(stage.group for stage in stages),
+        schedule=strategy.micro_batches.schedule,
+        micro_batches=strategy.micro_batches.count,
+        firsts=firsts,
+        dims=tuple(dims),
+        counted=counted,
+        batch_statistics=any(operator.target in BATCH_STATISTICS for operator in graph.operators),
+        mean=counted is not None or _loss_is_mean(graph),
+        draws=any(draws(operator) for operator in graph.operators),
+    )
+
+
+def _checked_stages(graph: OperatorGraph, strategy: Strategy) -> tuple[Stage, ...]:
+    micro_batches = strategy.micro_batches
+    if micro_batches.count == 1:
+        raise Inexpressible("it goes through the batch at once")
+    if strategy.sharding:
+        raise Inexpressible("it shares weights")
+    if strategy.recomputation:
+        raise Inexpressible("it makes activations again")
+    for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        if len(configuration.devices) > 1:
+            raise Inexpressible(f"operator {operator.name} is on {len(configuration.devices)} tasks")
+        if operator.target in DRAWING and operator.target not in KEPT_DRAWS:
+            raise Inexpressible(f"operator {operator.name} draws random numbers")
+    stages = stages_of(graph, strategy.configurations, micro_batches.schedule)
+    if len(stages) == 1:
+        raise Inexpressible("it has one stage")
+    for stage in stages:
+        if len(stage.devices) > 1:
+            raise Inexpressible(f"stage {stage.group} is on {len(stage.devices)} devices")
+    if micro_batches.schedule is Schedule.ONE_F_ONE_B and micro_batches.count < len(stages):
+        raise Inexpressible(f"its 1f1b takes {len(stages)} micro-batches or more, not {micro_batches.count}")
+    return stages
+
+
+def _first_call(graph: OperatorGraph, values: Mapping[str, Sequence[str]], stage: Stage) -> str:
+    """Return the name of the call that makes the first operators of a stage.
+
+    Raises:
+        Inexpressible: a call makes operators of two stages.
+    """
+    end = 0
+    for call, made in values.items():
+        indexes = [graph.producer[value][0] for value in made if value in graph.producer]
+        last = max([end, *(index + 1 for index in indexes)])
+        if last > stage.first:
+            if end < stage.first:
+                operator = graph.operators[stage.first]
+                raise Inexpressible(f"a stage begins at operator {operator.name}, within call {call} of torch.export")
+            return call
+        end = last
+    raise Inexpressible("its last stage has no call of torch.export")
+
+
+def _counted_call(graph: OperatorGraph, values: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the call whose targets, but for ignored ones, the loss is a mean over; None where it is another loss.
+
+    Raises:
+        Inexpressible: the mean weighs targets by their class.
+    """
+    index = counted_loss(graph)
+    if index is None:
+        return None
+    sums = graph.operators[graph.producer[graph.operators[index].inputs[0]][0]]
+    if isinstance(sums.argument("weight"), Slot):
+        raise Inexpressible(f"operator {sums.name} is a mean that weighs targets by their class")
+    return next(call for call, made in values.items() if graph.loss in made)
+
+
+def _loss_is_mean(graph: OperatorGraph) -> bool:
+    producer: Operator = graph.operators[graph.producer[graph.loss][0]]
+    if producer.target == "soapstone.ratio":
+        producer = graph.operators[graph.producer[producer.inputs[0]][0]]
+        return producer.target not in MEANS_OVER_TARGETS
+    try:
+        return is_mean(producer)
+    except Inexpressible:
+        return False
