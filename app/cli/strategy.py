@@ -138,14 +138,15 @@ def export_strategy(
         typer.Option(
             "--format",
             help="json: for app run --strategy FILE. dtensor: a Python file of PyTorch's own plans (DTensor, "
-            "parallelize_module, fully_shard), for what a device mesh expresses.",
+            "parallelize_module, fully_shard), for what a device mesh expresses. pipelining: a Python file of "
+            "torch.distributed.pipelining, for stages of one device each.",
         ),
     ] = "json",
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Run the file of --format dtensor first, on a gloo process of this machine for each device: one step "
+            help="Run the file of --format dtensor or pipelining first, on a gloo process of this machine for each device: one step "
             "must equal the plain module's.",
         ),
     ] = False,

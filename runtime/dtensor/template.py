@@ -133,13 +133,13 @@ def build(device_type: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 EVALUATION = """    module.eval()  # dropout would draw other numbers on every rank
 """
 
-CONVERT = '''
+CONVERT = """
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device_type, torch.float64 if tensor.is_floating_point() else tensor.dtype)
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, convert, (tuple(args), dict(kwargs)))
     return module.to(device_type).double(), args, kwargs
-'''
+"""
 
 CHECK = '''
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from graph.errors import StrategyError
 from graph.importer import import_with_nodes
 from graph.importing.exporting import loss_of, without_data
@@ -18,6 +16,7 @@ from graph.strategy import Strategy
 from runtime.dtensor.mesh import Inexpressible
 from runtime.dtensor.plan import ATTENTIONS, draws
 from runtime.dtensor.samples import MEANS_OVER_TARGETS, is_mean
+from runtime.jobs.models import Built, input_tensors, split_batch
 from runtime.lowering.loss_count import counted_loss
 from runtime.pipelining.stages import trace
 
@@ -53,28 +52,23 @@ class StagePlan:
 def make_stage_plan(
     graph: OperatorGraph,
     strategy: Strategy,
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dims: Sequence[tuple[int, int]],
+    built: Built,
 ) -> StagePlan:
     """Return the stages of a validated strategy.
 
     Args:
         graph: imported from `module`, of one micro-batch.
         strategy: of the graph.
-        module: may be on the meta device; it is looked at alone.
-        args: of one micro-batch.
-        kwargs: likewise.
-        dims: (position, dim) of each input that is cut into micro-batches.
+        built: the module and the inputs of a whole batch; they may be on the meta device and are looked at alone.
 
     Raises:
+        RuntimeFailure: the inputs are not those of so many micro-batches.
         StrategyError: torch.distributed.pipelining does not express the strategy; one line with the reason.
     """
     try:
         stages = _checked_stages(graph, strategy)
-        if len(dims) < len(graph.inputs):
-            raise Inexpressible("an input is the same for all micro-batches")
+        module, args, kwargs = split_batch(graph, built, strategy.micro_batches.count)[0]
+        dims = _dims(built, args, kwargs)
         again, values = import_with_nodes(module, args, kwargs, name=graph.name, batch_norm=graph.batch_norm)
         if again.digest != graph.digest:
             raise Inexpressible("torch.export makes another graph each time")
@@ -95,12 +89,28 @@ def make_stage_plan(
         schedule=strategy.micro_batches.schedule,
         micro_batches=strategy.micro_batches.count,
         firsts=firsts,
-        dims=tuple(dims),
+        dims=dims,
         counted=counted,
         batch_statistics=any(operator.target in BATCH_STATISTICS for operator in graph.operators),
         mean=counted is not None or _loss_is_mean(graph),
         draws=any(draws(operator) for operator in graph.operators),
     )
+
+
+def _dims(built: Built, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Return the dim along which each input is cut into micro-batches, by position.
+
+    Raises:
+        Inexpressible: one goes to all of them.
+    """
+    whole, part = input_tensors(built[1], built[2]), input_tensors(tuple(args), kwargs)
+    dims = []
+    for position, (tensor, cut) in enumerate(zip(whole.values(), part.values(), strict=True)):
+        differing = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != cut.shape[dim]]
+        if not differing:
+            raise Inexpressible(f"input.{position} goes to all micro-batches")
+        dims.append((position, differing[0]))
+    return tuple(dims)
 
 
 def _checked_stages(graph: OperatorGraph, strategy: Strategy) -> tuple[Stage, ...]:
@@ -140,7 +150,9 @@ def _first_call(graph: OperatorGraph, values: Mapping[str, Sequence[str]], stage
         if last > stage.first:
             if end < stage.first:
                 operator = graph.operators[stage.first]
-                raise Inexpressible(f"a stage begins at operator {operator.name}, within call {call} of torch.export")
+                raise Inexpressible(
+                    f"a stage begins at operator {operator.name}, within call {call} of torch.export"
+                )
             return call
         end = last
     raise Inexpressible("its last stage has no call of torch.export")

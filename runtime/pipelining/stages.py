@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +37,10 @@ def trace(
     training = {part: part.training for part in module.modules()}
     module.train()
     try:
-        program = torch.export.export(LossOnly(module, loss_of), tuple(args), dict(kwargs), strict=False)
-        return program.run_decompositions({})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the exporter's own internals
+            program = torch.export.export(LossOnly(module, loss_of), tuple(args), dict(kwargs), strict=False)
+            return program.run_decompositions({})
     finally:
         for part, mode in training.items():
             part.training = mode
@@ -108,7 +111,9 @@ class Splitter:
         """Return the nodes through which a gradient may flow."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         result = {
-            node for node, name in self.attributes.items() if name in parameters and parameters[name].requires_grad
+            node
+            for node, name in self.attributes.items()
+            if name in parameters and parameters[name].requires_grad
         }
         for node in self.calls:
             value = node.meta.get("val")
@@ -122,11 +127,7 @@ class Splitter:
         """Return the values that enter a stage from the one before it, also those that it hands through."""
         if number == 0:
             return []
-        return [
-            node
-            for node in self.calls
-            if self.stage[node] < number <= self.needed.get(node, -1)
-        ]
+        return [node for node in self.calls if self.stage[node] < number <= self.needed.get(node, -1)]
 
     def part(self, number: int) -> nn.Module:
         """Return a stage as a module: values of the stage before it by position, inputs of the module by keyword."""
@@ -311,7 +312,9 @@ def pipeline_of(
     """Return this rank's part of a pipeline: stages are on the ranks in turn."""
     group = mesh.get_group("pipeline")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    device = torch.device(
+        mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
+    )
     parts, stages = [], []
     for number in range(rank, splitter.count, ranks):
         part = splitter.part(number)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import inspect
 
 from runtime.dtensor import template as common
-from runtime.dtensor.writer import ALLOWED, PlanOrigin, check_lines, comment, factory_lines, literal, origin_lines
+from runtime.dtensor.writer import (
+    ALLOWED,
+    PlanOrigin,
+    check_lines,
+    comment,
+    factory_lines,
+    literal,
+    origin_lines,
+)
 from runtime.pipelining import stages
 from runtime.pipelining.plan import StagePlan
 
@@ -108,7 +116,9 @@ def _header(plan: StagePlan, origin: PlanOrigin) -> str:
     ]
     notes = []
     if plan.batch_statistics:
-        notes.append("Batch normalization takes the statistics of a micro-batch: the check compares with these.")
+        notes.append(
+            "Batch normalization takes the statistics of a micro-batch: the check compares with these."
+        )
     elif not whole(plan):
         notes.append("The loss is the mean of the micro-batches' losses: the check compares with this.")
     return "\n".join(lines) + "\n" + "".join("#\n" + comment(note) for note in notes) + "\n"

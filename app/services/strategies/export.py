@@ -6,18 +6,32 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.db.failures import as_written
 from app.db.records import GraphRecord, StrategyRecord
 from app.db.references import required
 from app.db.store import Store
 from app.services.files import checked_target, replacing
-from app.services.models.models import build_and_import, graph_keywords, stored_request
+from app.services.models.models import (
+    ModelRequest,
+    batch_size_of,
+    build_and_import,
+    build_model,
+    graph_keywords,
+    stored_request,
+)
 from app.services.stored import strategy_of
 from graph.errors import RuntimeFailure, StrategyError, UsageError
+from graph.schedule import micro_batches_from_json
 
-FORMATS = ("json", "dtensor")
+if TYPE_CHECKING:
+    from graph.operators import OperatorGraph
+    from runtime.dtensor.writer import PlanOrigin
+
+FORMATS = ("json", "dtensor", "pipelining")
+PLANS = {"dtensor": "DTensor plan", "pipelining": "pipeline"}
+"""Formats that are Python files, with what their files have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +55,13 @@ def export_strategy(
         database: where strategies are stored; None: the default.
         reference: a strategy's id or digest.
         file: to write.
-        file_format: "json" (what `app run` reads) or "dtensor" (a Python file: `runtime.dtensor`).
+        file_format: "json" (what `app run` reads) "dtensor" or "pipelining" (Python files: `runtime.dtensor`,
+            `runtime.pipelining`).
         check: run the Python file first, on as many gloo processes as the strategy has devices.
 
     Raises:
         UsageError: no such strategy or format, or the file cannot be written.
-        StrategyError: no mesh expresses the strategy, or PyTorch does not run its plan.
+        StrategyError: no mesh or pipeline expresses the strategy, or PyTorch does not run its plan.
         RuntimeFailure: the plan's results differ from the plain module's.
         ImportFailure: the strategy's model cannot be imported any more.
     """
@@ -54,9 +69,9 @@ def export_strategy(
         raise UsageError(
             f"--format: is {file_format}, must be one of {', '.join(FORMATS)}; choose one of them"
         )
-    if check and file_format != "dtensor":
+    if check and file_format not in PLANS:
         raise UsageError(
-            "--check: runs a file of --format dtensor, must be given with it; add --format dtensor"
+            "--check: runs a file of --format dtensor or pipelining, must be given with one; add --format dtensor"
         )
     with Store.open(database) as store:
         target = checked_target(file, store.database, "file")
@@ -66,15 +81,15 @@ def export_strategy(
     text = (
         json.dumps(_in_order(document, graph), indent=1) + "\n"
         if file_format == "json"
-        else _dtensor_text(record, graph)
+        else _plan_text(record, graph, file_format)
     )
-    checked = _checked(record, text) if check else None
+    checked = _checked(record, text, PLANS[file_format]) if check else None
     with replacing(target, "file") as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Exported(record, checked, document.get("micro_batches", {}))
 
 
-def _checked(record: StrategyRecord, source: str) -> str:
+def _checked(record: StrategyRecord, source: str, plan: str) -> str:
     """Run a plan's own check on gloo processes and return its last line."""
     from runtime.dtensor.plan_check import check_plan
     from runtime.launch.torchrun import DEFAULT_TIMEOUT_S
@@ -83,12 +98,12 @@ def _checked(record: StrategyRecord, source: str) -> str:
     where = f"strategy {record.digest[:12]}"
     if plan_check.failure:
         raise StrategyError(
-            f"{where}: its DTensor plan does not run ({plan_check.failure}), must run on "
+            f"{where}: its {plan} does not run ({plan_check.failure}), must run on "
             f"{record.device_count} processes; export it with --format json"
         )
     if not plan_check.equal:
         raise RuntimeFailure(
-            f"{where}: its DTensor plan computes something else ({plan_check.summary}), must equal the plain module; "
+            f"{where}: its {plan} computes something else ({plan_check.summary}), must equal the plain module; "
             "export it with --format json"
         )
     return plan_check.summary
@@ -112,24 +127,54 @@ def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
     return head | ordered
 
 
-def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
-    """Return the Python source of a strategy's DTensor plan."""
-    from runtime.dtensor.plan import make_plan
-    from runtime.dtensor.writer import PlanOrigin, source_text
+def _plan_text(record: StrategyRecord, graph_record: GraphRecord, file_format: str) -> str:
+    """Return the Python source of a strategy's DTensor plan or pipeline."""
+    import torch
 
-    if "micro_batches" in json.loads(record.document):
+    from runtime.dtensor import writer as dtensor
+    from runtime.dtensor.plan import make_plan
+    from runtime.pipelining import writer as pipelining
+    from runtime.pipelining.plan import make_stage_plan
+
+    micro_batches = micro_batches_from_json(json.loads(record.document).get("micro_batches", {}))
+    if file_format == "dtensor" and micro_batches.count > 1:
         raise StrategyError(
             f"strategy {record.digest[:12]}: goes through the batch in micro-batches, must go through it at once to be "
-            "a DTensor plan; export it as a file of Soapstone, or export another one"
+            "a DTensor plan; export it as a file of Soapstone or with --format pipelining, or export another one"
         )
     with as_written(f"table graphs, row {graph_record.id}, column model"):
         request = stored_request(graph_record.model, f"graph {graph_record.name}")
     batch_norm = json.loads(graph_record.document)["batch_norm"]
-    (module, args, kwargs), graph = build_and_import(request, batch_norm)
+    built, graph = build_and_import(request, batch_norm)
     strategy = strategy_of(record, graph)
-    # The graph's row may be of a search with micro-batches: the plan is for one of them all the same.
+    # The graph's row may be of a search with other micro-batches: a plan is for one of its graph's.
     of_graph = graph_keywords(request)
-    size = of_graph["batch_size"]
+    if file_format == "pipelining":
+        size = batch_size_of(request) // request.micro_batches * micro_batches.count
+        whole = {**of_graph, "batch_size": size}
+        origin = _origin(request, whole, record, graph)
+        with torch.device("meta"):
+            built = build_model(**whole)
+        return pipelining.source_text(make_stage_plan(graph, strategy, built), origin)
+    for reason, present in (
+        ("shares weights, must share none", strategy.sharding),
+        ("makes activations again, must keep all", strategy.recomputation),
+    ):
+        if present:
+            raise StrategyError(
+                f"strategy {record.digest[:12]}: {reason} to be a DTensor plan; export it as a file of Soapstone, or "
+                "export another one"
+            )
+    return dtensor.source_text(make_plan(graph, strategy, *built), _origin(request, of_graph, record, graph))
+
+
+def _origin(
+    request: ModelRequest, of_file: dict[str, Any], record: StrategyRecord, graph: OperatorGraph
+) -> PlanOrigin:
+    """Return how a file builds its module; of_file: the arguments of `build_model` for its batch."""
+    from runtime.dtensor.writer import PlanOrigin
+
+    size = of_file["batch_size"]
     keywords: dict[str, Any] = {} if size is None else {"batch_size": size}
     factory = request.name
     if request.is_zoo:
@@ -138,16 +183,5 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
     if request.precision != "float32":
         # It converts the module; a user's own is found on the path, as by its name alone.
         factory = "app.services.models.models:build_model"
-        keywords = {**of_graph, "folder": ""}
-    if strategy.sharding:
-        raise StrategyError(
-            f"strategy {record.digest[:12]}: shares weights, must share none to be a DTensor plan; export it as a file "
-            "of Soapstone, or export another one"
-        )
-    if strategy.recomputation:
-        raise StrategyError(
-            f"strategy {record.digest[:12]}: makes activations again, must keep all to be a DTensor plan; export it as "
-            "a file of Soapstone, or export another one"
-        )
-    origin = PlanOrigin(graph.name, strategy.digest, graph.digest, factory, keywords)
-    return source_text(make_plan(graph, strategy, module, args, kwargs), origin)
+        keywords = {**of_file, "folder": ""}
+    return PlanOrigin(graph.name, record.digest, graph.digest, factory, keywords)
