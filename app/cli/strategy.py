@@ -146,8 +146,8 @@ def export_strategy(
         bool,
         typer.Option(
             "--check",
-            help="Run the file of --format dtensor or pipelining first, on a gloo process of this machine for each device: one step "
-            "must equal the plain module's.",
+            help="Run the file of --format dtensor or pipelining first, on a gloo process of this machine for each "
+            "device: one step must equal the plain module's.",
         ),
     ] = False,
     model: options.OwnModel = None,

@@ -118,9 +118,9 @@ class Splitter:
         for node in self.calls:
             value = node.meta.get("val")
             floating = not isinstance(value, torch.Tensor) or value.is_floating_point()
-            if node.target is not torch.ops.aten.detach.default and floating:
-                if not result.isdisjoint(node.all_input_nodes):
-                    result.add(node)
+            stopped = node.target is torch.ops.aten.detach.default or not floating
+            if not stopped and not result.isdisjoint(node.all_input_nodes):
+                result.add(node)
         return result
 
     def crossing(self, number: int) -> list[fx.Node]:
@@ -171,7 +171,7 @@ class Splitter:
         for node in own:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
             if not self.draws and node.target is torch.ops.aten.native_dropout.default:
-                nodes[node].update_arg(2, False)
+                nodes[node].update_arg(2, False)  # noqa: FBT003 - torch's signature
             if not self.draws and node.target is torch.ops.aten.scaled_dot_product_attention.default:
                 if len(node.args) > 4:
                     nodes[node].update_arg(4, 0.0)

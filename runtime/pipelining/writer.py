@@ -111,8 +111,8 @@ def _header(plan: StagePlan, origin: PlanOrigin) -> str:
         f"#   stages:   {len(plan.firsts)} on {plan.ranks} ranks, {plan.micro_batches} micro-batches, "
         f"{plan.schedule.value}",
         *check_lines(plan.ranks),
-        "# To use it: make_mesh(), pipeline = parallelize(module, mesh, args, kwargs), then pipeline.step(args, kwargs)",
-        "# for each batch, of which every rank holds the whole.",
+        "# To use it: make_mesh(), pipeline = parallelize(module, mesh, args, kwargs), then",
+        "# pipeline.step(args, kwargs) for each batch, of which every rank holds the whole.",
     ]
     notes = []
     if plan.batch_statistics:
