@@ -15,8 +15,8 @@ Weights are synchronized after the last one and updated once. A stage is a run o
 
 Every device follows one static order, and the orders of all devices are parts of one common order (`common_order`),
 so that no wait is ever for what comes later. Of `actors` it is the order that uses all credits, which takes the most
-memory; when a step is executed each stage finds its own (`runtime.execution.actors`), and a simulation finds the one
-that follows from its times (`acted_order`).
+memory. On CPUs each stage finds its own as the step goes on (`runtime.execution.acting`), and a simulation finds the
+one that follows from its times (`acted_order`); on GPUs, whose hosts do not know what has arrived, it is executed.
 
 Sources: GPipe (arXiv:1811.06965); 1F1B: PipeDream-Flush (arXiv:2006.09503); interleaved: Megatron-LM
 (arXiv:2104.04473), section 2.2; actors: OneFlow (arXiv:2110.15032), section 4.

@@ -145,7 +145,7 @@ class _Lowering:
         self.slots = TensorSlots(plan, rank)
         self.segments = Segments(cuts(plan, self.slots))
         self.transfers = TransferLowering(plan, self.slots, self.segments, device)
-        self._runs = StageRuns(plan, rank)
+        self._runs = StageRuns(plan, rank, acts=device.type == "cpu")
         self.parts = parts_of(plan, rank)
         self.held = {name: plan.held[name][rank] for name in self.slots.held}
         self.counted = counted_loss(plan.graph) if plan.strategy.micro_batches.count > 1 else None

@@ -56,9 +56,10 @@ class ActorRuns:
 class StageRuns:
     """The runs of one rank, in the order of a single micro-batch."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        """Prepare for the instructions of `rank`."""
+    def __init__(self, plan: Plan, rank: int, *, acts: bool) -> None:
+        """Prepare for the instructions of `rank`; `acts`: whether it can tell what has arrived, as CPUs can."""
         self._plan = plan
+        self._acts = acts and plan.strategy.micro_batches.schedule is Schedule.ACTORS
         self._rank = rank
         self._firsts = [stage.first for stage in plan.stages]
         self._runs: list[_Run] = []
@@ -112,7 +113,7 @@ class StageRuns:
             return (*chain.from_iterable(run.instructions for run in self._runs), *finished), None
         own = [stage for stage, item in enumerate(self._plan.stages) if self._rank in item.devices]
         after = [*self._renewals(), *finished]
-        if micro_batches.schedule is Schedule.ACTORS and len(self._plan.stages) > 1 and own:
+        if self._acts and len(self._plan.stages) > 1 and own:
             return self._of_actors(own[0], after)
         return (*self._in_common_order(own), *after), None
 

@@ -281,7 +281,7 @@ class Layout:
         added_ns = builder.accumulation.backward_ns(tasks, self.configurations, builder.sum_s_D)
         tasks = tasks._replace(run_ns=tasks.run_ns + added_ns)
         device_count = len(builder.topology.devices)
-        if self.micro_batches.schedule is Schedule.ACTORS:
+        if self.micro_batches.schedule is Schedule.ACTORS and builder.topology.acts:
             pipeline = with_acted_units(pipeline, self.micro_batches, tasks, device_count, self._served)
         return unrolled(tasks, resource_sets, device_count, pipeline)
 

@@ -59,7 +59,7 @@ class StepDeriver:
                 added_ns += nanoseconds(call.inputs[slot].elements * seconds)
         return replace(task, run_ns=task.run_ns + added_ns)
 
-    def act(self, flows: Sequence[int], contention_ppm: Sequence[int]) -> None:
+    def act(self, flows: Sequence[int], contention_ppm: list[int]) -> None:
         """Order the units of schedule actors by what stages take in a step of one micro-batch; `flows` of its tasks."""
         place = {task.key: index for index, task in enumerate(self.once)}
         tasks = []
