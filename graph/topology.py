@@ -247,7 +247,7 @@ class Topology:
 
     @property
     def acts(self) -> bool:
-        """Whether stages of schedule actors find their own order: a CPU knows what has arrived, a GPU's host does not."""
+        """Whether stages of schedule actors find their own order: a GPU's host does not know what has arrived."""
         return all(kind.processor == "cpu" for kind in self.kinds)
 
     def kind_of(self, device: int) -> DeviceKind:

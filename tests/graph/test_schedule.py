@@ -11,7 +11,9 @@ from graph.schedule import (
     MicroBatches,
     Phase,
     Schedule,
+    StageTimes,
     Unit,
+    acted_order,
     common_order,
     group_orders,
     micro_batches_from_json,
@@ -163,3 +165,36 @@ def test_document_comes_back_and_one_micro_batch_is_left_out() -> None:
 def test_malformed_document_is_refused(document: object, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         micro_batches_from_json(document)
+
+
+def test_credits_are_of_one_form_and_make_their_way_through_json() -> None:
+    given = MicroBatches(4, Schedule.ACTORS, (3, 9, 2, 5))
+    assert given.credits == (3, 3, 2, 2)
+    assert given.text == "4 micro-batches, schedule actors, credits 3 3 2 2"
+    assert micro_batches_from_json(micro_batches_to_json(given)) == given
+    assert MicroBatches(2, Schedule.ACTORS).credits_of(3) == (2, 2, 1)
+    assert MicroBatches(1, Schedule.ACTORS, (1,)) == MicroBatches()
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (
+            {"count": 4, "schedule": "1f1b", "credits": [2, 1]},
+            "for schedule 1f1b, must be for schedule actors",
+        ),
+        ({"count": 4, "schedule": "actors", "credits": [2, 0]}, "must be a whole number of at least 1"),
+        ({"count": 4, "schedule": "actors", "credits": 2}, "must be a whole number of at least 1"),
+    ],
+)
+def test_credits_that_no_stage_can_have_are_refused(document: object, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        micro_batches_from_json(document)
+
+
+def test_actors_with_the_credits_of_1f1b_work_in_its_order_where_stages_take_alike() -> None:
+    for stages, count in ((2, 4), (4, 8), (4, 2), (3, 7)):
+        even = StageTimes((1,) * stages, (2,) * stages, (0,) * stages, (0,) * stages)
+        acted = acted_order(MicroBatches(count, Schedule.ACTORS), even)
+        for stage, own in enumerate(group_orders(MicroBatches(count), stages)):
+            assert [unit for unit in acted if unit.stage == stage] == list(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.plan import build_plan
-from graph.schedule import MicroBatches, Schedule, group_orders
+from graph.schedule import MicroBatches, Schedule, group_orders, stages_of
 from graph.strategy import Sharding, Strategy
 from runtime.jobs.job import Job
 from runtime.jobs.models import split_batch
@@ -61,6 +62,25 @@ def test_stages_of_any_splits_train_as_the_plain_module(
     check(
         pool, name, in_micro_batches(strategy, 2 + 3 * (seed % 2), schedule), ("momentum", "adam")[seed % 2]
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", seeds(1, 8))
+def test_actors_of_any_credits_train_as_the_plain_module(pool: LocalPool, name: str, seed: int) -> None:
+    graph, rng = graph_of(name, batch_size=SAMPLES), random.Random(seed)
+    groups: list[list[int]] = [[[0, 1], [2, 3]], [[0], [1], [2, 3]], [[0], [1, 2, 3]]][seed % 3]
+    strategy = staged(graph, groups, 1, seed)
+    stages = len(stages_of(graph, strategy.configurations, Schedule.ACTORS))
+    registers = tuple(rng.randint(1, 5) for _ in range(stages))
+    check(pool, name, replace(strategy, micro_batches=MicroBatches(5, Schedule.ACTORS, registers)))
+
+
+def test_credits_of_another_number_of_stages_are_refused() -> None:
+    graph = graph_of("perceptron", batch_size=SAMPLES)
+    plain = staged(graph, [[0], [1]], 1, 1, split=False)
+    strategy = replace(plain, micro_batches=MicroBatches(4, Schedule.ACTORS, (3, 2, 1)))
+    with pytest.raises(StrategyError, match="has credits for 3 stages, must have them for its 2"):
+        strategy.validate(graph, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
