@@ -36,7 +36,7 @@ from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import Stage, Unit, common_order, stages_of
+from graph.schedule import Schedule, Stage, Unit, common_order, stages_of
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, started_after
 from graph.weight_placement import (
@@ -222,7 +222,7 @@ class Plan:
         """The forwards and backwards of all stages on all micro-batches, in the common order."""
         groups = 1 + max(stage.group for stage in self.stages)
         micro_batches = self.strategy.micro_batches
-        return common_order(micro_batches.schedule, groups, len(self.stages) // groups, micro_batches.count)
+        return common_order(micro_batches, groups, len(self.stages) // groups)
 
     def with_synchronization(self, synchronization: Synchronization) -> Plan:
         """Return the plan of the same strategy with its weights synchronized otherwise, in default orders."""
@@ -267,7 +267,25 @@ class Plan:
         groups += [bucket.devices for bucket in self.buckets]
         groups += [gather.devices for gathers in self.forward_gathers.values() for gather in gathers]
         groups += [collective.devices for of_value in collectives for collective in of_value]
+        if self.strategy.micro_batches.schedule is Schedule.ACTORS:
+            # The first device of a stage tells the others what comes next.
+            groups += [tuple(sorted(stage.devices)) for stage in self.stages if len(stage.devices) > 1]
         return tuple(dict.fromkeys(groups))
+
+    @cached_property
+    def returning_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of devices of several stages whose collectives go back in another order than forward.
+
+        Of schedule actors each stage has its own order between the two.
+        """
+        if self.strategy.micro_batches.schedule is not Schedule.ACTORS:
+            return ()
+        groups = [collective.devices for of_value in self.collectives.values() for collective in of_value]
+        return tuple(
+            group
+            for group in dict.fromkeys(groups)
+            if not any(stage.devices.issuperset(group) for stage in self.stages)
+        )
 
 
 def build_plan(

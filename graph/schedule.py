@@ -10,24 +10,29 @@ Weights are synchronized after the last one and updated once. A stage is a run o
                  more micro-batches in flight than there are stages from it on
     interleaved  1f1b of v stages a group of devices, which the micro-batches pass v times: v times less idle time at
                  the ends, at v times as many messages; M is a multiple of the number of groups
+    actors       a stage does what is ready, a backward before a forward, as long as it has credits: the number of
+                 micro-batches that it may have in flight, as many as with 1f1b unless others are given
 
 Every device follows one static order, and the orders of all devices are parts of one common order (`common_order`),
-so that no wait is ever for what comes later.
+so that no wait is ever for what comes later. Of `actors` it is the order that uses all credits, which takes the most
+memory. On CPUs each stage finds its own as the step goes on (`runtime.execution.acting`), and a simulation finds the
+one that follows from its times (`acted_order`); on GPUs, whose hosts do not know what has arrived, it is executed.
 
 Sources: GPipe (arXiv:1811.06965); 1F1B: PipeDream-Flush (arXiv:2006.09503); interleaved: Megatron-LM
-(arXiv:2104.04473), section 2.2.
+(arXiv:2104.04473), section 2.2; actors: OneFlow (arXiv:2110.15032), section 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from graph.actors import Actor, Input, act
 from graph.errors import StrategyError, UsageError
 from graph.texts import shown
 
@@ -44,24 +49,42 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    ACTORS = "actors"
+
+
+GRADIENT_REGISTERS = 2
+"""Micro-batches of which a stage of `actors` has room for arriving gradients: it reads one, and one is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """The number of micro-batches of a step, and the schedule; of one micro-batch all schedules are the same."""
+    """The number of micro-batches of a step, and the schedule; of one micro-batch all schedules are the same.
+
+    credits: of `actors`, for each stage, the micro-batches that it may have in flight; empty: those of 1f1b.
+    """
 
     count: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    credits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # One form for one strategy, so that equal ones have one digest.
         if self.count == 1:
-            # One form for one strategy, so that equal ones have one digest.
             object.__setattr__(self, "schedule", Schedule.ONE_F_ONE_B)
+            object.__setattr__(self, "credits", ())
+        # What a stage has in flight every stage before it has, too.
+        usable = accumulate(self.credits, min, initial=self.count)
+        object.__setattr__(self, "credits", tuple(usable)[1:])
 
     @property
     def text(self) -> str:
         """The number and the schedule, for reports."""
-        return f"{self.count} micro-batches, schedule {self.schedule.value}"
+        given = f", credits {' '.join(map(str, self.credits))}" if self.credits else ""
+        return f"{self.count} micro-batches, schedule {self.schedule.value}{given}"
+
+    def credits_of(self, stages: int) -> tuple[int, ...]:
+        """Return, for each of the stages of `actors`, the micro-batches that it may have in flight."""
+        return self.credits or tuple(min(stages - stage, self.count) for stage in range(stages))
 
 
 ONE_BATCH = MicroBatches()
@@ -192,6 +215,11 @@ def check_micro_batches(
             f"strategy: has {micro_batches.count} micro-batches, must have a multiple of its {groups} groups of "
             "devices for schedule interleaved; choose another number"
         )
+    if micro_batches.credits and len(micro_batches.credits) != len(stages):
+        raise StrategyError(
+            f"strategy: has credits for {len(micro_batches.credits)} stages, must have them for its {len(stages)}; "
+            "give one number a stage"
+        )
     renewed = {buffer for buffer, _ in graph.buffer_updates}
     for index in graph.order.of_loss:
         for name in graph.operators[index].inputs:
@@ -206,26 +234,33 @@ def check_micro_batches(
 
 
 @lru_cache(maxsize=256)
-def group_orders(schedule: Schedule, groups: int, chunks: int, count: int) -> tuple[tuple[Unit, ...], ...]:
+def group_orders(micro_batches: MicroBatches, groups: int, chunks: int = 1) -> tuple[tuple[Unit, ...], ...]:
     """Return, for each group of devices, its forwards and backwards in their order.
 
     Stage s is of group s modulo `groups`; there are `chunks` stages a group, 1 but for `interleaved`.
     """
+    schedule, count = micro_batches.schedule, micro_batches.count
     if schedule is Schedule.GPIPE:
         return tuple(
             tuple(Unit(phase, stage, number) for phase in Phase for number in range(count))
             for stage in range(groups)
         )
-    return tuple(_one_forward_one_backward(group, groups, chunks, count) for group in range(groups))
-
-
-def _one_forward_one_backward(group: int, groups: int, chunks: int, count: int) -> tuple[Unit, ...]:
-    """Return the order of 1f1b, of several chunks the interleaved one."""
-    total = count * chunks
-    ahead = groups - group - 1
+    aheads = [groups - group - 1 for group in range(groups)]
     if chunks > 1:
         # Megatron-LM: chunks of a group follow each other every `groups` micro-batches.
-        ahead = 2 * ahead + (chunks - 1) * groups
+        aheads = [2 * ahead + (chunks - 1) * groups for ahead in aheads]
+    elif schedule is Schedule.ACTORS:
+        aheads = [registers - 1 for registers in micro_batches.credits_of(groups)]
+    return tuple(
+        _one_forward_one_backward(group, groups, chunks, count, ahead) for group, ahead in enumerate(aheads)
+    )
+
+
+def _one_forward_one_backward(
+    group: int, groups: int, chunks: int, count: int, ahead: int
+) -> tuple[Unit, ...]:
+    """Return the order of 1f1b, of several chunks the interleaved one, with so many forwards before all."""
+    total = count * chunks
     ahead = min(ahead, total)
 
     def unit(phase: Phase, number: int) -> Unit:
@@ -255,7 +290,7 @@ def waits_of(unit: Unit, stages: int) -> tuple[Unit, ...]:
 
 
 @lru_cache(maxsize=256)
-def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tuple[Unit, ...]:
+def common_order(micro_batches: MicroBatches, groups: int, chunks: int = 1) -> tuple[Unit, ...]:
     """Return all units in one order, of which the order of each group of devices is a part.
 
     They are in the order in which they would end if a backward took twice as long as a forward and nothing else took
@@ -264,7 +299,7 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
     Raises:
         ValueError: the orders wait for each other.
     """
-    orders = group_orders(schedule, groups, chunks, count)
+    orders = group_orders(micro_batches, groups, chunks)
     stages = groups * chunks
     ended: dict[Unit, int] = {}
     free, done = [0] * groups, [0] * groups
@@ -293,8 +328,58 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
         for other in (group, *waiting.pop(unit, ())):
             look_at(other)
     if len(ended) < sum(map(len, orders)):
-        raise ValueError(f"the orders of {schedule} over {groups} groups wait for each other")
+        raise ValueError(f"the orders of {micro_batches.schedule} over {groups} groups wait for each other")
     return tuple(sorted(ended, key=lambda unit: (ended[unit], -unit.stage)))
+
+
+class StageTimes(NamedTuple):
+    """What stages take for a micro-batch, in ns, and what lies between them.
+
+    arrives: from the end of a stage's forward until the next one's can begin; returns: likewise of the backward, until
+    that of the stage before it can.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    arrives: tuple[int, ...]
+    returns: tuple[int, ...]
+
+
+def acted_order(micro_batches: MicroBatches, times: StageTimes) -> tuple[Unit, ...]:
+    """Return all units of `actors` in the order of their ends, of stages that take these times."""
+    stages = len(times.forward)
+    acts = act(_actors(micro_batches, times), micro_batches.count)
+    return tuple(
+        Unit(Phase.BACKWARD if actor < stages else Phase.FORWARD, actor % stages, number)
+        for _, _, actor, number in acts
+    )
+
+
+def _actors(micro_batches: MicroBatches, times: StageTimes) -> list[Actor]:
+    """Return the backward of each stage, then the forward of each: so a backward goes first."""
+    stages = len(times.forward)
+    backwards = [
+        Actor(
+            times.backward[stage],
+            GRADIENT_REGISTERS,
+            stage,
+            (
+                Input(stages + stage),
+                *([Input(stage + 1, latency=times.returns[stage + 1])] if stage + 1 < stages else ()),
+            ),
+        )
+        for stage in range(stages)
+    ]
+    forwards = [
+        Actor(
+            times.forward[stage],
+            registers,
+            stage,
+            (Input(stages + stage - 1, latency=times.arrives[stage - 1]),) if stage else (),
+        )
+        for stage, registers in enumerate(micro_batches.credits_of(stages))
+    ]
+    return backwards + forwards
 
 
 # ---- as a part of strategies
@@ -304,7 +389,8 @@ def micro_batches_to_json(micro_batches: MicroBatches) -> dict[str, Any]:
     """Return the number of micro-batches and the schedule as a document, which is empty for one micro-batch."""
     if micro_batches == ONE_BATCH:
         return {}
-    return {"count": micro_batches.count, "schedule": micro_batches.schedule.value}
+    document = {"count": micro_batches.count, "schedule": micro_batches.schedule.value}
+    return document | ({"credits": list(micro_batches.credits)} if micro_batches.credits else {})
 
 
 def micro_batches_from_json(document: object) -> MicroBatches:
@@ -319,10 +405,11 @@ def micro_batches_from_json(document: object) -> MicroBatches:
         raise StrategyError(
             f"micro_batches: is {shown(document)}, must map count and schedule; correct the strategy"
         )
-    unknown = sorted(str(name) for name in document if name not in ("count", "schedule"))
+    unknown = sorted(str(name) for name in document if name not in ("count", "schedule", "credits"))
     if unknown:
         raise StrategyError(
-            f"micro_batches: key {shown(unknown[0])} is unknown, must be count or schedule; correct the strategy"
+            f"micro_batches: key {shown(unknown[0])} is unknown, must be count, schedule or credits; correct the "
+            "strategy"
         )
     count, schedule = document.get("count", 1), document.get("schedule", Schedule.ONE_F_ONE_B.value)
     if type(count) is not int or not 1 <= count <= MOST_MICRO_BATCHES:
@@ -334,7 +421,27 @@ def micro_batches_from_json(document: object) -> MicroBatches:
         raise StrategyError(
             f"micro_batches: schedule is {shown(schedule)}, must be one of {', '.join(Schedule)}; correct the strategy"
         )
-    return MicroBatches(count, Schedule(schedule))
+    return with_credits(MicroBatches(count, Schedule(schedule)), document.get("credits", []), "micro_batches")
+
+
+def with_credits(micro_batches: MicroBatches, given: object, source: str) -> MicroBatches:
+    """Return micro-batches with the credits that a person gives, none where these are empty.
+
+    Raises:
+        StrategyError: they are malformed, or not of schedule actors; the message begins with the `source`.
+    """
+    if given == []:
+        return micro_batches
+    if not isinstance(given, list) or any(type(one) is not int or one < 1 for one in given):
+        raise StrategyError(
+            f"{source}: credits are {shown(given)}, must be a whole number of at least 1 for each stage; correct them"
+        )
+    if micro_batches.schedule is not Schedule.ACTORS:
+        raise StrategyError(
+            f"{source}: credits are given for schedule {micro_batches.schedule.value}, must be for schedule actors; "
+            "leave them out or choose it"
+        )
+    return replace(micro_batches, credits=tuple(given))
 
 
 def read_schedule(text: str, option: str) -> Schedule:

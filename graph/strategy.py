@@ -116,7 +116,9 @@ class Strategy:
 
     def in_micro_batches(self, count: int, schedule: Schedule | None = None) -> Strategy:
         """Return the strategy with so many micro-batches, in a schedule; None: its own, where it has one."""
-        wanted = MicroBatches(count, self.micro_batches.schedule if schedule is None else schedule)
+        own = self.micro_batches
+        same = schedule in (None, own.schedule) and own.count > 1
+        wanted = replace(own, count=count) if same else MicroBatches(count, schedule or own.schedule)
         return self if wanted == self.micro_batches else replace(self, micro_batches=wanted)
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:

@@ -245,6 +245,11 @@ class Topology:
         names = ", ".join(kind.name for kind in self.kinds)
         raise TopologyError(f"topology {self.name}: no device kind {name}, it has {names}")
 
+    @property
+    def acts(self) -> bool:
+        """Whether stages of schedule actors find their own order: a GPU's host does not know what has arrived."""
+        return all(kind.processor == "cpu" for kind in self.kinds)
+
     def kind_of(self, device: int) -> DeviceKind:
         """Return the kind of the device at index `device`."""
         return self.kind(self.device(device).kind_name)

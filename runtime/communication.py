@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -176,7 +177,12 @@ class DoneWork:
 
 
 class World:
-    """The first `size` ranks of the default process group; without one, a world of a single rank."""
+    """The first `size` ranks of the default process group; without one, a world of a single rank.
+
+    takes_time: whether messages do, so that what a rank can do next depends on what has arrived.
+    """
+
+    takes_time = True
 
     def __init__(self, size: int, all_reduces: Mapping[tuple[int, ...], Choices] | None = None) -> None:
         """Use the groups that `make_groups` made, that of all `size` ranks among them.
@@ -189,6 +195,14 @@ class World:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._ranks = tuple(range(size))
         self._settles = False
+        self._returns = False
+
+    @property
+    def returning(self) -> World:
+        """The same ranks with process groups of their own: each rank has its own order between both."""
+        world = copy(self)
+        world._returns = True
+        return world
 
     @contextmanager
     def settling(self) -> Iterator[None]:
@@ -225,7 +239,7 @@ class World:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sum of contiguous `tensor` over `ranks`, in place; return its work."""
         algorithm = algorithm_for(self._all_reduces.get(ranks, LIBRARY_ONLY), tensor.nbytes)
-        if algorithm == BY_LIBRARY:
+        if algorithm == BY_LIBRARY or self._returns:
             return self._start(dist.all_reduce, ranks, tensor)
         if tensor.device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(tensor.device)
@@ -304,7 +318,7 @@ class World:
         return self._start(dist.reduce, ranks, tensor, root)
 
     def _start(self, operation: Callable[..., Any], ranks: tuple[int, ...], *arguments: Any) -> Any:
-        group = _group(ranks)
+        group = _group(ranks, returning=self._returns)
         lent: _LentTensors | None = None
         tensors = [item for item in arguments if isinstance(item, torch.Tensor)]
         if self._settles and all(tensor.device.type == "cpu" for tensor in tensors):
@@ -363,14 +377,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 # Process groups by their ranks; they live as long as the default process group. Nothing else may hold one: a group that
 # outlives `forget_groups` keeps its threads, and a process that ends beside them can be aborted.
 _groups: dict[tuple[int, ...], Any] = {}
+# Of those that have a second one for what goes back (`World.returning`).
+_returning: dict[tuple[int, ...], Any] = {}
 # Of all ranks, for the messages of all-reduces that a thread executes beside other messages.
 _messages: Any = None
 _thread = CommunicationThread()
 
 
-def _group(ranks: tuple[int, ...]) -> Any:
+def _group(ranks: tuple[int, ...], *, returning: bool = False) -> Any:
     try:
-        return _groups[ranks]
+        return (_returning if returning else _groups)[ranks]
     except KeyError as error:
         raise RuntimeFailure(
             f"process group of ranks {ranks}: is not there, must be; this process has left it, so do no more with it"
@@ -381,8 +397,11 @@ def make_groups(
     wanted: Iterable[tuple[int, ...]],
     timeout_s: float,
     all_reduces: Mapping[tuple[int, ...], Choices] | None = None,
+    returning: Iterable[tuple[int, ...]] = (),
 ) -> None:
     """Make the process groups that do not exist yet, those of all-reduces by several algorithms among them.
+
+    Of the `returning` ones there is a second one each (`World.returning`).
 
     Every rank of the default process group must call it with the same arguments, members or not: torch numbers groups
     by how many a process has seen (its `use_local_synchronization` does too, so it cannot help).
@@ -420,6 +439,10 @@ def make_groups(
         else:
             with naming_lost_peers(dist.get_rank()):
                 _groups[ranks] = new_process_group(ranks, timeout_s)
+    for ranks in returning:
+        if ranks not in _returning:
+            with naming_lost_peers(dist.get_rank()):
+                _returning[ranks] = new_process_group(ranks, timeout_s)
 
 
 def forget_groups() -> None:
@@ -428,3 +451,4 @@ def forget_groups() -> None:
     _thread.end()
     _messages = None
     _groups.clear()
+    _returning.clear()

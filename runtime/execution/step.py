@@ -15,6 +15,7 @@ from graph.plan import Plan
 from profiler.operators import ExecutionContext
 from profiler.pinning import give_way
 from runtime.communication import World
+from runtime.execution.acting import acting
 from runtime.instructions.base import Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.sharded_weights import WeightPart, is_copied, joined, joined_shape, split_joined
@@ -242,12 +243,22 @@ class StepRunner:
         )
         self._begin_step()
         on_cpu = self._device.type == "cpu"
-        for instruction in self._program.instructions:
+        for instruction in self._issued():
             instruction.run(state)
             if on_cpu:
                 give_way()
         state.wait_for_all()
         state.renew()
+
+    def _issued(self) -> Iterator[Instruction]:
+        """Yield the instructions of a step in the order in which they are to be run, each when the one before was."""
+        program, state = self._program, self._state
+        if program.actors is None or not state.world.takes_time:
+            yield from program.instructions
+            return
+        yield from acting(program.actors, program.instructions, state, self._device)
+        # What observes a step may have put something behind its program.
+        yield from program.instructions[program.actors.rest.stop :]
 
     def _begin_step(self) -> None:
         """Forget the last step's gradients, and copy the parts of weights that are read as copies."""

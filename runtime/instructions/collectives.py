@@ -57,16 +57,25 @@ class StartCollective(Communication):
 
     def run(self, state: StepState) -> None:
         with torch.no_grad():
-            _start(state, self.call, [part.take(state.values[slot].detach()) for slot, part in self.sends])
+            _start(
+                state,
+                state.world,
+                self.call,
+                [part.take(state.values[slot].detach()) for slot, part in self.sends],
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class StartGradientCollective(Communication):
-    """Starts a collective of gradients: `sends` are parts of the gradient of the rank's assembly, if it has one."""
+    """Starts a collective of gradients: `sends` are parts of the gradient of the rank's assembly, if it has one.
+
+    apart: whether ranks differ in its order among those that go forward (`Plan.returning_groups`).
+    """
 
     call: CollectiveCall
     assembly: Arrival | None
     sends: tuple[Selection, ...]
+    apart: bool
 
     @property
     def touches(self) -> Slots:
@@ -81,16 +90,16 @@ class StartGradientCollective(Communication):
                     self.assembly.shape, dtype=self.assembly.dtype, device=self.call.device
                 )
             parts = [part.take(gradient) for part in self.sends]
-        _start(state, self.call, parts)
+        _start(state, state.world.returning if self.apart else state.world, self.call, parts)
 
 
-def _start(state: StepState, call: CollectiveCall, parts: Sequence[torch.Tensor]) -> None:
+def _start(state: StepState, world: World, call: CollectiveCall, parts: Sequence[torch.Tensor]) -> None:
     """Start a collective; its results arrive in the slots of its arrivals."""
     buffer = torch.empty(sum(call.sizes), dtype=call.dtype, device=call.device)
     lengths = [torch.Size(item.shape).numel() for item in call.arrivals]
     views = buffer.split(lengths) if lengths else ()
     arriving = [(item.slot, view.view(item.shape)) for item, view in zip(call.arrivals, views, strict=True)]
-    work, sent = _issue(state.world, call, parts, buffer)
+    work, sent = _issue(world, call, parts, buffer)
     state.add_collective(work, arriving, sent)
 
 

@@ -70,7 +70,7 @@ from runtime.instructions.sharded_weights import (
 from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
 from runtime.lowering.loss_count import counted_loss, over_all
 from runtime.lowering.segments import Node, Segments, cuts
-from runtime.lowering.stage_runs import StageRuns
+from runtime.lowering.stage_runs import ActorRuns, StageRuns
 from runtime.lowering.tensor_slots import LocalAssembly, RegionRead, TensorSlots
 from runtime.lowering.transfers import TransferLowering, ValueTransfer
 from runtime.lowering.weight_prefetch import WeightPrefetch
@@ -96,6 +96,7 @@ class Program:
     kept: for each value that stays after the step, the regions of it that the rank makes, and their slots.
     gradient_homes: of several micro-batches, by slot, the place in its bucket of the gradient of each weight that is
         one cell: a gradient beside the bucket would take its memory twice for as long as the step lasts.
+    actors: of that schedule, where in the instructions the rank's work on each micro-batch is.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -111,6 +112,7 @@ class Program:
     late_gathers: tuple[AwaitGathers, ...]
     kept: dict[str, tuple[tuple[Region, int], ...]]
     gradient_homes: dict[int, torch.Tensor]
+    actors: ActorRuns | None
 
 
 def compile_program(
@@ -143,7 +145,7 @@ class _Lowering:
         self.slots = TensorSlots(plan, rank)
         self.segments = Segments(cuts(plan, self.slots))
         self.transfers = TransferLowering(plan, self.slots, self.segments, device)
-        self._runs = StageRuns(plan, rank)
+        self._runs = StageRuns(plan, rank, acts=device.type == "cpu")
         self.parts = parts_of(plan, rank)
         self.held = {name: plan.held[name][rank] for name in self.slots.held}
         self.counted = counted_loss(plan.graph) if plan.strategy.micro_batches.count > 1 else None
@@ -183,6 +185,7 @@ class _Lowering:
         self._runs.add_releases(self._never_released())
         held = self.slots.held
         after_update = self._after_update()
+        instructions, actors = self._runs.of_step(finished)
         return Program(
             shapes=tuple(self.slots.shapes),
             reads=tuple(self.slots.reads.values()),
@@ -192,7 +195,7 @@ class _Lowering:
                 for local in self.slots.empty
             ),
             updated=tuple(name for name in held if self._has_gradient(name)),
-            instructions=tuple(self._runs.of_step(finished)),
+            instructions=instructions,
             parts=self.parts,
             sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
@@ -200,6 +203,7 @@ class _Lowering:
             late_gathers=tuple(late_gathers.values()),
             kept={name: tuple(self.slots.made(name)) for name in sorted(self.kept)},
             gradient_homes=self._gradient_homes(),
+            actors=actors,
         )
 
     def _nodes(self) -> list[list[tuple[Node, Make]]]:

@@ -209,7 +209,8 @@ class TransferLowering:
             ]
             regions = [piece.region for piece in pieces]
             call = self._call(collective, BACKWARD[collective.kind], back.value, regions, arrivals)
-            yield StartGradientCollective(call, whole, tuple(sends))
+            apart = collective.devices in self._plan.returning_groups
+            yield StartGradientCollective(call, whole, tuple(sends), apart)
 
     def _assembly(self, value: str, assembly: Assembly) -> Arrival:
         """Return the slot of an assembly of the rank, with its shape and dtype."""

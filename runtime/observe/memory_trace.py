@@ -356,6 +356,8 @@ class SilentWorld(World):
     reduce-scatter, which is not used (`World.reduce_scatter_in_place`).
     """
 
+    takes_time = False
+
     def __init__(self, size: int, rank: int, processor: str = "cpu") -> None:
         self.size = size
         self.rank = rank

@@ -107,7 +107,8 @@ def prepare_groups(
     """
     from runtime.communication import make_groups
 
-    make_groups([tuple(range(size)), *plan.device_groups], timeout_s, all_reduces)
+    groups = [tuple(range(size)), *plan.device_groups]
+    make_groups(groups, timeout_s, all_reduces, plan.returning_groups)
 
 
 def gather_everywhere(item: object) -> list[Any]:

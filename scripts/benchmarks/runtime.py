@@ -288,12 +288,13 @@ def executor_of(
     import torch
 
     from graph.plan import build_plan
-    from runtime.communication import World, make_groups
+    from runtime.communication import World
     from runtime.execution.executor import Executor
     from runtime.jobs.models import tensors_of
+    from runtime.ranks.ranks import prepare_groups
 
     plan = build_plan(graph, strategy, (0,) * strategy.device_count)
-    make_groups(plan.device_groups, TIMEOUT_S)
+    prepare_groups(plan, strategy.device_count, TIMEOUT_S)
     return Executor(
         plan,
         World(strategy.device_count),

@@ -33,6 +33,8 @@ ROWS = (
     (2, 4, 1, Schedule.ONE_F_ONE_B),
     (4, 8, 1, Schedule.ONE_F_ONE_B),
     (4, 2, 1, Schedule.ONE_F_ONE_B),
+    (2, 4, 1, Schedule.ACTORS),
+    (4, 8, 1, Schedule.ACTORS),
     (2, 4, 2, Schedule.INTERLEAVED),
     (4, 8, 2, Schedule.INTERLEAVED),
 )

@@ -125,7 +125,9 @@ class _PipelineSearch:
 
     def take_divisions(self) -> None:
         """Simulate the best that dynamic programming finds; of savings of memory the first that fits the memories."""
-        for schedule in self.stagings.schedules(self.stagings.most_stages):
+        schedules = self.stagings.schedules(self.stagings.most_stages)
+        # Actors with the credits of 1f1b would divide as it does.
+        for schedule in [one for one in schedules if one is not Schedule.ACTORS] or schedules:
             for saving in MEMORY_SAVINGS:
                 stagings = self.stagings.divided(schedule, saving, MOST_DIVISIONS)
                 if saving.recomputes:
@@ -294,6 +296,7 @@ class _Moves:
             firsts=firsts,
             schedule=staging.schedule if firsts else Schedule.ONE_F_ONE_B,
             changed=changed,
+            registers=(),
         )
 
     def _configuration_changed(self, staging: Staging) -> Staging | None:
@@ -327,12 +330,31 @@ class _Moves:
         return None if segment < 0 else sum(first <= segment for first in staging.firsts)
 
     def _schedule_changed(self, staging: Staging) -> Staging | None:
-        """Return a staging under the other of the schedules that keep its stages."""
+        """Return a staging under another of the schedules that keep its stages, or actors with other credits."""
         schedules = self._stagings.schedules(len(staging.splits))
+        if len(schedules) > 1:
+            schedules = tuple(dict.fromkeys((*schedules, Schedule.ACTORS)))
         others = [schedule for schedule in schedules if schedule is not staging.schedule]
+        if staging.schedule is Schedule.ACTORS and (not others or self._below(2)):
+            return self._credits_changed(staging)
         if staging.schedule is Schedule.INTERLEAVED or not others:
             return None
-        return replace(staging, schedule=others[self._below(len(others))])
+        return replace(staging, schedule=others[self._below(len(others))], registers=())
+
+    def _credits_changed(self, staging: Staging) -> Staging | None:
+        """Return a staging of actors in which a stage may have one micro-batch more in flight, or one less.
+
+        So may all before it, as far as they must, or all behind it.
+        """
+        most = self._stagings.problem.micro_batches
+        registers = list(MicroBatches(most, Schedule.ACTORS, staging.registers).credits_of(staging.stages))
+        stage, by = self._below(staging.stages), (1, -1)[self._below(2)]
+        changed = registers[stage] + by
+        if not 1 <= changed <= most:
+            return None
+        before = [max(number, changed) for number in registers[:stage]]
+        behind = [min(number, changed) for number in registers[stage + 1 :]]
+        return replace(staging, registers=(*before, changed, *behind))
 
     def _sharing_changed(self, staging: Staging) -> Staging:
         """Return a staging that shares gradients and optimizer state, or no longer does."""

@@ -50,6 +50,7 @@ class Staging:
     recomputed: the segments whose activations are made again, each by itself.
     changed: configurations of operator groups within a stage, on the stage's devices numbered from 0: (stage, number of
         the operator group, configuration of its head).
+    registers: of schedule actors, the micro-batches that each stage may have in flight; empty: those of 1f1b.
     """
 
     firsts: tuple[int, ...]
@@ -58,6 +59,7 @@ class Staging:
     shares_optimizer: bool = False
     recomputed: frozenset[int] = frozenset()
     changed: tuple[tuple[int, int, Configuration], ...] = ()
+    registers: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -107,7 +109,12 @@ class Stagings:
             return () if self.problem.schedule is Schedule.INTERLEAVED else (self.problem.schedule,)
         if groups == 1:
             return (Schedule.ONE_F_ONE_B,)
-        return Schedule.ONE_F_ONE_B, Schedule.GPIPE
+        # Where no stage finds its own order, actors with the credits of 1f1b are 1f1b.
+        return (
+            Schedule.ONE_F_ONE_B,
+            Schedule.GPIPE,
+            *([Schedule.ACTORS] if self.problem.topology.acts else []),
+        )
 
     def chunks(self, groups: int) -> tuple[int, ...]:
         """Return how many stages a group may have under schedule interleaved; none where it is none."""
@@ -143,7 +150,7 @@ class Stagings:
             strategy = shared(self.graph, strategy, Sharding.OPTIMIZER)
         strategy = replace(
             strategy,
-            micro_batches=MicroBatches(self.problem.micro_batches, staging.schedule),
+            micro_batches=MicroBatches(self.problem.micro_batches, staging.schedule, staging.registers),
             recomputation=self._recomputation(staging),
         )
         try:

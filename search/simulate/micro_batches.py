@@ -15,6 +15,9 @@ gradients until all micro-batches have been through the backwards of its readers
 after the other. A sum that a backward of another micro-batch would wait for is awaited where it stands before it. What
 renews buffers for one micro-batch waits for what the one before renewed.
 
+Of schedule actors the order of units is the one that stages find when each takes as long as in a step of one
+micro-batch alone, messages between them included (`with_acted_units`).
+
 Shape letters here: T tasks of one micro-batch, N tasks and E dependencies of the step, U units, S stages, O operators.
 
 Sources: GPipe (arXiv:1811.06965); PipeDream-Flush (arXiv:2006.09503); Megatron-LM (arXiv:2104.04473), section 2.2.
@@ -22,15 +25,23 @@ Sources: GPipe (arXiv:1811.06965); PipeDream-Flush (arXiv:2006.09503); Megatron-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from graph.operators import OperatorGraph
-from graph.schedule import MicroBatches, Phase, Schedule, common_order, stages_of
+from graph.schedule import (
+    MicroBatches,
+    Phase,
+    StageTimes,
+    Unit,
+    acted_order,
+    common_order,
+    stages_of,
+)
 from graph.strategy import Configuration
 from search.kernels.records import (
     BACKWARD,
@@ -116,18 +127,53 @@ def pipeline_of(
         is_late_O=np.isin(operators, graph.order.of_buffers),
         stages=len(stages),
         micro_batches=micro_batches.count,
-        units=_units(micro_batches.schedule, groups, len(stages) // groups, micro_batches.count),
+        units=_units(micro_batches, groups, len(stages) // groups),
     )
 
 
 @lru_cache(maxsize=64)
-def _units(schedule: Schedule, groups: int, chunks: int, count: int) -> Units:
-    units = common_order(schedule, groups, chunks, count)
+def _units(micro_batches: MicroBatches, groups: int, chunks: int) -> Units:
+    return _as_arrays(common_order(micro_batches, groups, chunks))
+
+
+def _as_arrays(units: Sequence[Unit]) -> Units:
     return Units(
         np.array([unit.phase is Phase.FORWARD for unit in units]),
         np.array([unit.stage for unit in units], np.int64),
         np.array([unit.micro_batch for unit in units], np.int64),
     )
+
+
+def with_acted_units(
+    pipeline: Pipeline,
+    micro_batches: MicroBatches,
+    tasks: Tasks,
+    device_count: int,
+    serve: Callable[[Tasks], tuple[Array, Array]],
+) -> Pipeline:
+    """Return the pipeline of schedule actors with its units in the order that follows from what stages take.
+
+    tasks: of one micro-batch. serve: returns when each task of a step in one batch starts and ends.
+    """
+    segment_T = _segments(tasks, pipeline)
+    once_T = (tasks.kind == SYNCHRONIZE) | (segment_T >= pipeline.renewing)
+    start_T, end_T = serve(tasks._replace(run_ns=np.where(once_T, 0, tasks.run_ns)))
+    computes_T = (tasks.resource_set < device_count) & ~once_T
+    begins_G = np.full(2 * pipeline.stages, np.iinfo(np.int64).max)
+    ends_G = np.zeros(2 * pipeline.stages, np.int64)
+    np.minimum.at(begins_G, segment_T[computes_T], start_T[computes_T])
+    np.maximum.at(ends_G, segment_T[computes_T], end_T[computes_T])
+    # A stage may have no backward.
+    begins_G = np.minimum(begins_G, ends_G)
+    forward_S, backward_S = np.split(ends_G - begins_G, 2)
+    arrives_S = np.zeros(pipeline.stages, np.int64)
+    returns_S = np.zeros(pipeline.stages, np.int64)
+    begins_S, ends_S = begins_G[: pipeline.stages], ends_G[: pipeline.stages]
+    arrives_S[:-1] = np.maximum(begins_S[1:] - ends_S[:-1], 0)
+    begins_S, ends_S = begins_G[pipeline.stages :], ends_G[pipeline.stages :]
+    returns_S[1:] = np.maximum(begins_S[:-1] - ends_S[1:], 0)
+    times = StageTimes(*(tuple(item.tolist()) for item in (forward_S, backward_S, arrives_S, returns_S)))
+    return replace(pipeline, units=_as_arrays(acted_order(micro_batches, times)))
 
 
 def unrolled(tasks: Tasks, sets: ResourceSets, device_count: int, pipeline: Pipeline) -> StepTasks:

@@ -9,7 +9,7 @@ import numpy as np
 
 from graph.operator_ranges import OperatorRanges, group_numbers
 from graph.operators import ValueKind
-from graph.schedule import ONE_BATCH, MicroBatches
+from graph.schedule import ONE_BATCH, MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
@@ -38,7 +38,7 @@ from search.kernels.weight_gathers import find_gathers
 from search.outcome import NEVER_NS
 from search.simulate.arrays import static_values
 from search.simulate.fragment_cache import SHARING_CODE, Chosen
-from search.simulate.micro_batches import Pipeline, StepTasks, pipeline_of, unrolled
+from search.simulate.micro_batches import Pipeline, StepTasks, pipeline_of, unrolled, with_acted_units
 from search.simulate.priorities import positions, tac_of, tic_of
 
 if TYPE_CHECKING:
@@ -280,7 +280,22 @@ class Layout:
         builder = self.builder
         added_ns = builder.accumulation.backward_ns(tasks, self.configurations, builder.sum_s_D)
         tasks = tasks._replace(run_ns=tasks.run_ns + added_ns)
-        return unrolled(tasks, resource_sets, len(self.builder.topology.devices), pipeline)
+        device_count = len(builder.topology.devices)
+        if self.micro_batches.schedule is Schedule.ACTORS and builder.topology.acts:
+            pipeline = with_acted_units(pipeline, self.micro_batches, tasks, device_count, self._served)
+        return unrolled(tasks, resource_sets, device_count, pipeline)
+
+    def _served(self, tasks: Tasks) -> tuple[Array, Array]:
+        """Return when each task of a step in one batch starts and ends, in program order."""
+        timeline = Timeline(*(np.zeros(len(tasks.kind), np.int64) for _ in range(3)))
+        run_program_order(*self._served_by(tasks), timeline)
+        return timeline.start_ns, timeline.end_ns
+
+    def _served_by(self, tasks: Tasks) -> tuple[int, Tasks, ResourceSets, Array, int]:
+        """Return what all orders take: the number of tasks, the tasks, and what serves them."""
+        topology, resource_sets = self.builder.topology, self.builder.store.resource_sets.arrays()
+        resource_count = len(topology.devices) + len(topology.links)
+        return len(tasks.kind), tasks, resource_sets, self.builder.contention_ppm_D, resource_count
 
     def _account(self, pipeline: Pipeline) -> None:
         """Find the peak memory of a step in micro-batches."""
@@ -338,16 +353,7 @@ class Layout:
         count = len(tasks.kind)
         if len(self._timeline.start_ns) < count:
             self._timeline = Timeline(*(np.zeros(2 * count, np.int64) for _ in range(3)))
-        topology = self.builder.topology
-        resource_count = len(topology.devices) + len(topology.links)
-        arguments = (
-            count,
-            tasks,
-            self.builder.store.resource_sets.arrays(),
-            self.builder.contention_ppm_D,
-            resource_count,
-            self._timeline,
-        )
+        arguments = (*self._served_by(tasks), self._timeline)
         if order == "program":
             return int(run_program_order(*arguments)), self._timeline
         if order == "fifo":

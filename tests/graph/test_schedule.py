@@ -11,7 +11,9 @@ from graph.schedule import (
     MicroBatches,
     Phase,
     Schedule,
+    StageTimes,
     Unit,
+    acted_order,
     common_order,
     group_orders,
     micro_batches_from_json,
@@ -41,7 +43,7 @@ def makespan(
     """Return when the last unit ends, where a unit waits for its group and for results that take `transfer`."""
     ended: dict[object, float] = {}
     free = [0.0] * groups
-    for unit in common_order(schedule, groups, chunks, count):
+    for unit in common_order(MicroBatches(count, schedule), groups, chunks):
         group = unit.stage % groups
         ready = [
             ended[wait] + (transfer if wait.stage % groups != group else 0)
@@ -72,7 +74,7 @@ def test_micro_batches_in_flight_are_those_of_the_papers(
     groups: int, count: int, in_turn: tuple[int, ...]
 ) -> None:
     flights = {
-        schedule: tuple(in_flight(order) for order in group_orders(schedule, groups, 1, count))
+        schedule: tuple(in_flight(order) for order in group_orders(MicroBatches(count, schedule), groups, 1))
         for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
     }
     assert flights == {Schedule.GPIPE: (count,) * groups, Schedule.ONE_F_ONE_B: in_turn}
@@ -99,12 +101,12 @@ def test_common_order_has_each_unit_once_behind_all_that_it_waits_for(
 ) -> None:
     chunks = 3 if schedule is Schedule.INTERLEAVED else 1
     count = rounds * groups
-    order = common_order(schedule, groups, chunks, count)
+    order = common_order(MicroBatches(count, schedule), groups, chunks)
     places = {unit: place for place, unit in enumerate(order)}
     assert len(places) == len(order) == 2 * groups * chunks * count
     for unit in order:
         assert all(places[wait] < places[unit] for wait in waits_of(unit, groups * chunks))
-    for group, own in enumerate(group_orders(schedule, groups, chunks, count)):
+    for group, own in enumerate(group_orders(MicroBatches(count, schedule), groups, chunks)):
         assert own == tuple(unit for unit in order if unit.stage % groups == group)
 
 
@@ -115,7 +117,7 @@ def test_common_order_is_by_the_ends_of_units_a_backward_twice_a_forward(
     schedule: Schedule, groups: int, rounds: int
 ) -> None:
     chunks, count = (2, rounds * groups) if schedule is Schedule.INTERLEAVED else (1, rounds + 1)
-    orders = group_orders(schedule, groups, chunks, count)
+    orders = group_orders(MicroBatches(count, schedule), groups, chunks)
     left = [list(order) for order in orders]
     ended: dict[Unit, int] = {}
     while any(left):
@@ -126,13 +128,13 @@ def test_common_order_is_by_the_ends_of_units_a_backward_twice_a_forward(
                 waits = [*before[-1:], *waits_of(unit, groups * chunks)]
                 start = max((ended[wait] for wait in waits), default=0)
                 ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
-    found = common_order(schedule, groups, chunks, count)
+    found = common_order(MicroBatches(count, schedule), groups, chunks)
     assert list(found) == sorted(ended, key=lambda unit: (ended[unit], -unit.stage))
 
 
 def test_gradients_of_the_last_micro_batch_come_last_in_every_stage() -> None:
     for schedule in Schedule:
-        for order in group_orders(schedule, 3, 2 if schedule is Schedule.INTERLEAVED else 1, 6):
+        for order in group_orders(MicroBatches(6, schedule), 3, 2 if schedule is Schedule.INTERLEAVED else 1):
             for stage in {unit.stage for unit in order}:
                 numbers = [
                     unit.micro_batch for unit in order if unit.stage == stage and unit.phase is Phase.BACKWARD
@@ -163,3 +165,36 @@ def test_document_comes_back_and_one_micro_batch_is_left_out() -> None:
 def test_malformed_document_is_refused(document: object, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         micro_batches_from_json(document)
+
+
+def test_credits_are_of_one_form_and_make_their_way_through_json() -> None:
+    given = MicroBatches(4, Schedule.ACTORS, (3, 9, 2, 5))
+    assert given.credits == (3, 3, 2, 2)
+    assert given.text == "4 micro-batches, schedule actors, credits 3 3 2 2"
+    assert micro_batches_from_json(micro_batches_to_json(given)) == given
+    assert MicroBatches(2, Schedule.ACTORS).credits_of(3) == (2, 2, 1)
+    assert MicroBatches(1, Schedule.ACTORS, (1,)) == MicroBatches()
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (
+            {"count": 4, "schedule": "1f1b", "credits": [2, 1]},
+            "for schedule 1f1b, must be for schedule actors",
+        ),
+        ({"count": 4, "schedule": "actors", "credits": [2, 0]}, "must be a whole number of at least 1"),
+        ({"count": 4, "schedule": "actors", "credits": 2}, "must be a whole number of at least 1"),
+    ],
+)
+def test_credits_that_no_stage_can_have_are_refused(document: object, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        micro_batches_from_json(document)
+
+
+def test_actors_with_the_credits_of_1f1b_work_in_its_order_where_stages_take_alike() -> None:
+    for stages, count in ((2, 4), (4, 8), (4, 2), (3, 7)):
+        even = StageTimes((1,) * stages, (2,) * stages, (0,) * stages, (0,) * stages)
+        acted = acted_order(MicroBatches(count, Schedule.ACTORS), even)
+        for stage, own in enumerate(group_orders(MicroBatches(count), stages)):
+            assert [unit for unit in acted if unit.stage == stage] == list(own)

@@ -1,13 +1,13 @@
 """Slow, obvious step in micro-batches: `graph.plan`'s units one after the other, by names instead of positions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from graph.intervals import volume
 from graph.operators import ValueKind
 from graph.plan import weight_placement
-from graph.schedule import Phase
+from graph.schedule import MicroBatches, Phase, Unit
 from graph.strategy import Sharding
 from graph.training import OPTIMIZER_STATE
 from search.simulate.saved_tensors import extra_bytes, lasting_outputs
@@ -34,6 +34,7 @@ class StepDeriver:
 
     def __init__(self, deriver: Deriver) -> None:
         self.deriver, self.plan = deriver, deriver.plan
+        self.units = self.plan.units
         self.count = self.plan.strategy.micro_batches.count
         self.once = [self.adding(task) for task in deriver.derive()]
         self.steps: list[StepTask] = []
@@ -58,9 +59,28 @@ class StepDeriver:
                 added_ns += nanoseconds(call.inputs[slot].elements * seconds)
         return replace(task, run_ns=task.run_ns + added_ns)
 
+    def act(self, flows: Sequence[int], contention_ppm: list[int]) -> None:
+        """Order the units of schedule actors by what stages take in a step of one micro-batch; `flows` of its tasks."""
+        place = {task.key: index for index, task in enumerate(self.once)}
+        tasks = []
+        for task, flow in zip(self.once, flows, strict=True):
+            once = task.key[0] == "synchronize" or self.part(task.key)[0] in ("renewals", "updates")
+            before = tuple(place[key] for key in task.predecessors)
+            simulated = self.simulated_task(replace(task, run_ns=0) if once else task, before, flow)
+            tasks.append(simulated)
+        times = reference.program_order(tasks, contention_ppm)
+        begins: dict[tuple[str, int], int] = {}
+        ends: dict[tuple[str, int], int] = {}
+        for task, (start, end) in zip(self.once, times, strict=True):
+            if task.key[0] in COMPUTE:
+                part = self.part(task.key)
+                begins[part] = min(begins.get(part, start), start)
+                ends[part] = max(ends.get(part, end), end)
+        self.units = acted_units(self.plan.strategy.micro_batches, len(self.plan.stages), begins, ends)
+
     def derive(self) -> list[StepTask]:
         """Return all tasks in program order."""
-        for phase, stage, number in self.plan.units:
+        for phase, stage, number in self.units:
             for task in self.once:
                 if self.part(task.key) == (phase.value, stage):
                     self.add(task, number)
@@ -153,24 +173,25 @@ class StepDeriver:
         place = {step.key: index for index, step in enumerate(self.steps)}
         tasks = []
         for step, flow in zip(self.steps, flows, strict=True):
-            kind, launch_ns = step.task.key[0], 0
-            if kind in COMPUTE and kind != "update":
-                cost = self.deriver.cost(int(step.task.key[1]), int(step.task.key[2]))
-                launch_ns = nanoseconds(
-                    cost.backward_launch_s if kind == "backward" else cost.forward_launch_s
-                )
-            tasks.append(
-                reference.Task(
-                    run_ns=step.task.run_ns,
-                    predecessors=tuple(place[key] for key in step.predecessors),
-                    resources=step.task.resources,
-                    device=step.task.resources[0] if kind in COMPUTE else None,
-                    ends=step.task.ends,
-                    flows=flow,
-                    launch_ns=launch_ns,
-                )
-            )
+            before = tuple(place[key] for key in step.predecessors)
+            tasks.append(self.simulated_task(step.task, before, flow))
         return tasks
+
+    def simulated_task(self, task: Task, before: tuple[int, ...], flow: int) -> reference.Task:
+        """Return a task as the slow simulation takes it."""
+        kind, launch_ns = task.key[0], 0
+        if kind in COMPUTE and kind != "update":
+            cost = self.deriver.cost(int(task.key[1]), int(task.key[2]))
+            launch_ns = nanoseconds(cost.backward_launch_s if kind == "backward" else cost.forward_launch_s)
+        return reference.Task(
+            run_ns=task.run_ns,
+            predecessors=before,
+            resources=task.resources,
+            device=task.resources[0] if kind in COMPUTE else None,
+            ends=task.ends,
+            flows=flow,
+            launch_ns=launch_ns,
+        )
 
     # ---- memory
 
@@ -265,3 +286,49 @@ class StepDeriver:
                         for spec, lasts in zip(call.outputs, outputs.again, strict=True)
                     )
         return total
+
+
+def acted_units(
+    micro_batches: MicroBatches,
+    stages: int,
+    begins: Mapping[tuple[str, int], int],
+    ends: Mapping[tuple[str, int], int],
+) -> tuple[Unit, ...]:
+    """Return the units of actors: always the one that can start first, of several on a stage its backward.
+
+    begins, ends: of each phase of each stage in one micro-batch alone; all phases take time.
+    """
+    credits_S, count = micro_batches.credits_of(stages), micro_batches.count
+    ended: dict[Unit, int] = {}
+    done = {(phase, stage): 0 for phase in Phase for stage in range(stages)}
+    free = [0] * stages
+
+    def ready(phase: Phase, stage: int) -> int | None:
+        """When the next unit of a stage can start; None where that is not known, or there is none."""
+        number = done[phase, stage]
+        other = stage - 1 if phase is Phase.FORWARD else stage + 1
+        needed = [(Unit(phase, other, number), 0)] if 0 <= other < stages else []
+        if needed:
+            needed = [(needed[0][0], max(0, begins[phase.value, stage] - ends[phase.value, other]))]
+        if phase is Phase.BACKWARD:
+            needed.append((Unit(Phase.FORWARD, stage, number), 0))
+            if stage and number >= 2:
+                needed.append((Unit(Phase.BACKWARD, stage - 1, number - 2), 0))
+        elif number >= credits_S[stage]:
+            needed.append((Unit(Phase.BACKWARD, stage, number - credits_S[stage]), 0))
+        if number == count or any(unit not in ended for unit, _ in needed):
+            return None
+        return max([free[stage], *(ended[unit] + later for unit, later in needed)])
+
+    while len(ended) < 2 * stages * count:
+        starts = [
+            (start, phase is Phase.FORWARD, stage, phase)
+            for (phase, stage) in done
+            if (start := ready(phase, stage)) is not None
+        ]
+        start, _, stage, phase = min(starts)
+        taken = ends[phase.value, stage] - begins[phase.value, stage]
+        assert taken > 0
+        free[stage] = ended[Unit(phase, stage, done[phase, stage])] = start + taken
+        done[phase, stage] += 1
+    return tuple(sorted(ended, key=lambda unit: (ended[unit], unit.phase is Phase.FORWARD, unit.stage)))

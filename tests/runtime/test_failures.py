@@ -52,8 +52,10 @@ def test_a_job_that_cannot_be_read_in_a_pool_says_why() -> None:
         pool.run(replace(job, strategy=in_turn(job.graph, [0]), node_of=(0,)))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_killed_rank_ends_the_pool(stages: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(1, Schedule.GPIPE), (2, Schedule.ONE_F_ONE_B), (2, Schedule.ACTORS)]
+)
+def test_killed_rank_ends_the_pool(stages: int, schedule: Schedule) -> None:
     """Of two stages it is the last one, to which the first has messages of several micro-batches under way."""
     pool = LocalPool(2, timeout_s=60)
     processes = [psutil.Process(number) for number in pool.process_ids]
@@ -62,7 +64,7 @@ def test_killed_rank_ends_the_pool(stages: int) -> None:
     strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
     if stages == 2:
         pipelined = staged(graph, [[0], [1]], 1, 1, split=False)
-        strategy = in_micro_batches(pipelined, 4, Schedule.ONE_F_ONE_B)
+        strategy = in_micro_batches(pipelined, 4, schedule)
     model = reference("perceptron", batch_size=2 * strategy.micro_batches.count)
     endless = Job(
         graph=graph,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.plan import build_plan
-from graph.schedule import Schedule, group_orders
+from graph.schedule import MicroBatches, Schedule, group_orders, stages_of
 from graph.strategy import Sharding, Strategy
 from runtime.jobs.job import Job
 from runtime.jobs.models import split_batch
@@ -49,7 +50,7 @@ def check(pool: LocalPool, name: str, strategy: Strategy, optimizer: str = "mome
     assert_equal(result, replace(expected, buffers={**expected.weights, **expected.buffers}))
 
 
-@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ACTORS])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", seeds(1, 8))
 def test_stages_of_any_splits_train_as_the_plain_module(
@@ -61,6 +62,25 @@ def test_stages_of_any_splits_train_as_the_plain_module(
     check(
         pool, name, in_micro_batches(strategy, 2 + 3 * (seed % 2), schedule), ("momentum", "adam")[seed % 2]
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", seeds(1, 8))
+def test_actors_of_any_credits_train_as_the_plain_module(pool: LocalPool, name: str, seed: int) -> None:
+    graph, rng = graph_of(name, batch_size=SAMPLES), random.Random(seed)
+    groups: list[list[int]] = [[[0, 1], [2, 3]], [[0], [1], [2, 3]], [[0], [1, 2, 3]]][seed % 3]
+    strategy = staged(graph, groups, 1, seed)
+    stages = len(stages_of(graph, strategy.configurations, Schedule.ACTORS))
+    registers = tuple(rng.randint(1, 5) for _ in range(stages))
+    check(pool, name, replace(strategy, micro_batches=MicroBatches(5, Schedule.ACTORS, registers)))
+
+
+def test_credits_of_another_number_of_stages_are_refused() -> None:
+    graph = graph_of("perceptron", batch_size=SAMPLES)
+    plain = staged(graph, [[0], [1]], 1, 1, split=False)
+    strategy = replace(plain, micro_batches=MicroBatches(4, Schedule.ACTORS, (3, 2, 1)))
+    with pytest.raises(StrategyError, match="has credits for 3 stages, must have them for its 2"):
+        strategy.validate(graph, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,11 +97,11 @@ def test_interleaved_stages_train_as_the_plain_module(pool: LocalPool, name: str
 @pytest.mark.parametrize("seed", seeds(2, 8))
 def test_any_strategy_may_accumulate_gradients(pool: LocalPool, name: str, seed: int) -> None:
     graph = graph_of(name, batch_size=SAMPLES)
-    schedule = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)[seed % 2]
+    schedule = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ACTORS)[seed % 3]
     check(pool, name, in_micro_batches(random_strategy(graph, 2 + 2 * (seed % 2), seed), 3, schedule))
 
 
-@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ACTORS])
 @pytest.mark.parametrize("name", ["branches", "recurrent"])
 def test_shared_optimizers_and_recomputation_go_with_micro_batches(
     pool: LocalPool, name: str, schedule: Schedule
@@ -128,7 +148,7 @@ def test_the_order_of_every_rank_is_a_part_of_the_common_order() -> None:
     strategy = in_micro_batches(staged(graph, [[0], [1], [2]], 1, 5, split=False), 4, Schedule.ONE_F_ONE_B)
     plan = build_plan(graph, strategy, (0,) * 3)
     assert [stage.devices for stage in plan.stages] == [{0}, {1}, {2}]
-    for stage, own in enumerate(group_orders(Schedule.ONE_F_ONE_B, 3, 1, 4)):
+    for stage, own in enumerate(group_orders(MicroBatches(4, Schedule.ONE_F_ONE_B), 3, 1)):
         assert own == tuple(unit for unit in plan.units if unit.stage == stage)
 
 

@@ -16,7 +16,7 @@ from graph.errors import RuntimeFailure
 from graph.importer import import_module
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, build_plan
-from graph.schedule import Schedule
+from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Strategy
 from graph.training import Training
 from profiler.operators.counter_rng import keep_mask
@@ -60,8 +60,10 @@ def plan_of(graph: OperatorGraph, strategy: Strategy) -> Plan:
     return build_plan(graph, strategy, (0,) * strategy.device_count)
 
 
-def check_against_a_run(pool: LocalPool, name: str, strategy: Strategy, optimizer: str) -> None:
-    """Check the walk of every rank against what the rank measures."""
+def check_against_a_run(
+    pool: LocalPool, name: str, strategy: Strategy, optimizer: str, *, at_most: bool = False
+) -> None:
+    """Check the walk of every rank against what the rank measures; `at_most`: which may be less."""
     graph, training = graph_of(name, batch_size=SIZES[name]), Training(1, optimizer=optimizer)
     plan = plan_of(graph, strategy)
     result = pool.run(
@@ -80,7 +82,7 @@ def check_against_a_run(pool: LocalPool, name: str, strategy: Strategy, optimize
     assert len(result.peaks) == strategy.device_count
     for rank, peak in enumerate(result.peaks):
         predicted = trace_memory(plan, training, rank).peak_bytes
-        assert predicted <= peak.tensor_bytes * (1 + RELATIVE), f"rank {rank}"
+        assert at_most or predicted <= peak.tensor_bytes * (1 + RELATIVE), f"rank {rank}"
         least = peak.tensor_bytes * (1 - TEMPORARIES.get(name, RELATIVE)) - KEPT_BYTES
         assert predicted >= least, f"rank {rank}"
         assert peak.process_bytes > peak.tensor_bytes
@@ -121,6 +123,16 @@ def test_micro_batches_take_what_the_walk_says(pool: LocalPool, name: str, sched
     graph = graph_of(name, batch_size=BATCHES[name])
     plain = staged(graph, [[0], [1]], 1, 1, split=False)
     check_against_a_run(pool, name, in_micro_batches(plain, 4, schedule), "momentum")
+
+
+@pytest.mark.parametrize("credits_S", [(1, 1), (2, 1), (4, 4)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_actors_take_at_most_their_registers(pool: LocalPool, name: str, credits_S: tuple[int, ...]) -> None:
+    """With one register a stage, the order is the walk's."""
+    graph = graph_of(name, batch_size=BATCHES[name])
+    plain = staged(graph, [[0], [1]], 1, 1, split=False)
+    strategy = replace(plain, micro_batches=MicroBatches(4, Schedule.ACTORS, credits_S))
+    check_against_a_run(pool, name, strategy, "momentum", at_most=credits_S != (1, 1))
 
 
 def test_a_stage_keeps_no_more_micro_batches_than_stages_follow_it() -> None:

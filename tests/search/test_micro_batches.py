@@ -12,7 +12,7 @@ from graph.calls import LocalCall
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRange
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import MicroBatches, Schedule
+from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
 from graph.strategy import Configuration, Sharding, Strategy
 from graph.topology import Topology
 from graph.training import Training
@@ -49,6 +49,7 @@ from tests.search.test_delta import BUCKET_BYTES, LINKS, TRAINING, builder_of
 from tests.search.test_recomputation import random_groups
 
 GPIPE, IN_TURN, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+ACTORS = Schedule.ACTORS
 # The forward of a layer takes a unit, its backward two.
 UNIT_S, UNIT_NS = 1e-3, 1_000_000
 SAMPLES, WIDTH = 2, 4
@@ -107,7 +108,7 @@ def pipelined(
 # ---- published makespans and peaks
 
 
-@pytest.mark.parametrize("schedule", [GPIPE, IN_TURN])
+@pytest.mark.parametrize("schedule", [GPIPE, IN_TURN, ACTORS])
 @pytest.mark.parametrize(("count", "batches"), [(2, 4), (4, 8), (4, 2), (3, 1)])
 def test_makespan_is_that_of_the_papers(schedule: Schedule, count: int, batches: int) -> None:
     simulation = pipelined(count, MicroBatches(batches, schedule))
@@ -117,9 +118,39 @@ def test_makespan_is_that_of_the_papers(schedule: Schedule, count: int, batches:
 def test_transfers_cost_one_forward_one_backward_more_than_gpipe() -> None:
     times = {
         schedule: pipelined(4, MicroBatches(8, schedule), transfer_s=UNIT_S).step_time_ns
-        for schedule in (GPIPE, IN_TURN)
+        for schedule in (GPIPE, IN_TURN, ACTORS)
     }
-    assert times == {GPIPE: 39 * UNIT_NS, IN_TURN: 49 * UNIT_NS}
+    # Actors have as many micro-batches in flight as one forward, one backward, and its time.
+    assert times == {GPIPE: 39 * UNIT_NS, IN_TURN: 49 * UNIT_NS, ACTORS: 49 * UNIT_NS}
+
+
+def test_more_credits_hide_transfers() -> None:
+    """With one more for each transfer on the way to the last stage and back, actors are as fast as gpipe."""
+    times = [
+        pipelined(4, MicroBatches(8, ACTORS, credits_S), transfer_s=UNIT_S).step_time_ns // UNIT_NS
+        for credits_S in ((1, 1, 1, 1), (4, 3, 2, 1), (6, 5, 3, 1), (7, 5, 3, 1), (8, 8, 8, 8))
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] == 8 * (4 * 3 + 2 * 3)
+    assert times[1] == 49
+    assert times[-1] == times[-2] == 39
+
+
+def test_credits_bound_what_is_kept() -> None:
+    """A stage never has more in flight than its credits, nor than a stage before it."""
+    peaks = [
+        pipelined(4, MicroBatches(8, ACTORS, credits_S)).peak_memory_bytes
+        for credits_S in ((1, 1, 1, 1), (2, 2, 2, 1), (3, 2, 4, 4), (8, 8, 8, 8))
+    ]
+    tensor_bytes = 4 * SAMPLES * WIDTH
+    base = np.array(peaks[0])
+    kept = np.array([tensor_bytes, 2 * tensor_bytes, 2 * tensor_bytes, 2 * tensor_bytes + 8])
+    assert [((np.array(peak) - base) / kept).tolist() for peak in peaks[1:]] == [
+        [1, 1, 1, 0],
+        [2, 1, 1, 1],
+        [7, 7, 7, 7],
+    ]
+    assert peaks[-1] == pipelined(4, MicroBatches(8, GPIPE)).peak_memory_bytes
 
 
 @pytest.mark.parametrize(("count", "chunks", "rounds"), [(2, 2, 2), (4, 2, 2), (4, 3, 1), (3, 2, 3)])
@@ -193,7 +224,11 @@ def random_stages(
         configurations.append(Configuration(tuple(degrees), placed))
     rounds = int(rng.integers(1 + (groups == 1), 4))
     count = groups * rounds if schedule is INTERLEAVED else int(rng.integers(2, 6))
-    return Strategy(graph.digest, tuple(configurations), micro_batches=MicroBatches(count, schedule))
+    micro_batches = MicroBatches(count, schedule)
+    if schedule is ACTORS and rng.random() < 0.5:
+        stages = len(stages_of(graph, configurations, schedule))
+        micro_batches = replace(micro_batches, credits=tuple(rng.integers(1, 5, stages).tolist()))
+    return Strategy(graph.digest, tuple(configurations), micro_batches=micro_batches)
 
 
 def varied(strategy: Strategy, graph: OperatorGraph, rng: np.random.Generator) -> Strategy:
@@ -283,6 +318,9 @@ def all_waits(waits: Sequence[Sequence[int]]) -> list[int]:
 def check_step(builder: TaskGraphBuilder, strategy: Strategy) -> TaskGraph:
     """Tasks, what they wait for, times in three orders, and peaks are those of the slow reference."""
     tasks, step = builder.build(strategy), step_deriver(builder.graph, strategy, builder.topology)
+    if strategy.micro_batches.schedule is ACTORS and builder.topology.acts:
+        once = builder.build(replace(strategy, micro_batches=ONE_BATCH))
+        step.act(once.resource_sets.flows[once.resource_set_T].tolist(), once.contention_ppm_D.tolist())
     expected = step.derive()
     assert tasks.run_ns_T.tolist() == [found.task.run_ns for found in expected]
     assert [tasks.resources(task) for task in range(tasks.task_count)] == [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, shape, volume
-from graph.schedule import MicroBatches, Schedule
+from graph.schedule import Schedule
 from graph.strategy import Sharding
 from search.parallel.gc_pause import rare_collection
 
@@ -57,10 +57,10 @@ def predicted_peaks(
     few = _fewer_micro_batches(plan)
     if few is None:
         return _walked(plan, topology, training, most_operators)
-    schedule, count = strategy.micro_batches.schedule, strategy.micro_batches.count
+    micro_batches = strategy.micro_batches
     before, after = (
         _walked(
-            replace(plan, strategy=replace(apart, micro_batches=MicroBatches(number, schedule))),
+            replace(plan, strategy=replace(apart, micro_batches=replace(micro_batches, count=number))),
             topology,
             training,
             most_operators // 2,
@@ -69,22 +69,23 @@ def predicted_peaks(
     )
     if before is None or after is None:
         return None
-    rounds = (count - few[1]) // (few[1] - few[0])
+    rounds = (micro_batches.count - few[1]) // (few[1] - few[0])
     return tuple(_extended(was, now, rounds) for was, now in zip(before, after, strict=True))
 
 
 def _fewer_micro_batches(plan: Plan) -> tuple[int, int] | None:
     """Return two numbers of micro-batches, fewer together than a plan's, by which its peaks differ as any two do.
 
-    In 1f1b and interleaved, once as many micro-batches are under way as ever are, each further round of them does what
-    the round before did: only its inputs are there beside. In gpipe each is under way to the end, so that the peak may
-    move from the update to the backward: all are walked. None where that is to be done.
+    In other schedules than gpipe, once as many micro-batches are under way as ever are, each further round of them does
+    what the round before did: only its inputs are there beside. In gpipe each is under way to the end, so that the peak
+    may move from the update to the backward: all are walked. None where that is to be done.
     """
     schedule, count = plan.strategy.micro_batches.schedule, plan.strategy.micro_batches.count
     if count == 1 or schedule is Schedule.GPIPE:
         return None
     groups = 1 + max(stage.group for stage in plan.stages)
-    few = (3 * groups, 4 * groups) if schedule is Schedule.INTERLEAVED else (groups + 1, groups + 2)
+    most = plan.strategy.micro_batches.credits_of(groups)[0] if schedule is Schedule.ACTORS else groups
+    few = (3 * groups, 4 * groups) if schedule is Schedule.INTERLEAVED else (most + 1, most + 2)
     return few if sum(few) < count else None
 
 
