@@ -170,7 +170,7 @@ def export_strategy(
     print_lines(f"strategy {exported.strategy.digest[:12]} written to {target}")
     print_lines(*micro_batch_lines(exported.micro_batches))
     if exported.checked is not None:
-        print_lines(f"checked on {exported.strategy.device_count} processes: {exported.checked}")
+        print_lines(f"checked on {exported.processes} processes: {exported.checked}")
 
 
 @application.command("show")

@@ -18,7 +18,7 @@ from runtime.dtensor.plan import ATTENTIONS, draws
 from runtime.dtensor.samples import MEANS_OVER_TARGETS, is_mean
 from runtime.jobs.models import Built, input_tensors, split_batch
 from runtime.lowering.loss_count import counted_loss
-from runtime.pipelining.stages import trace
+from runtime.pipelining.stages import SCHEDULES, trace
 
 BATCH_STATISTICS = frozenset({"soapstone.moments", "aten._native_batch_norm_legit_functional.default"})
 KEPT_DRAWS = ATTENTIONS | {"soapstone.dropout"}
@@ -65,24 +65,31 @@ def make_stage_plan(
         RuntimeFailure: the inputs are not those of so many micro-batches.
         StrategyError: torch.distributed.pipelining does not express the strategy; one line with the reason.
     """
+    if strategy.micro_batches.count == 1:
+        raise StrategyError(
+            f"strategy {strategy.digest[:12]}: goes through the batch at once, must go through it in micro-batches to "
+            "be a pipeline; export it with --format dtensor or json"
+        )
     try:
         stages = _checked_stages(graph, strategy)
         module, args, kwargs = split_batch(graph, built, strategy.micro_batches.count)[0]
         dims = _dims(built, args, kwargs)
         again, values = import_with_nodes(module, args, kwargs, name=graph.name, batch_norm=graph.batch_norm)
         if again.digest != graph.digest:
-            raise Inexpressible("torch.export makes another graph each time")
+            raise Inexpressible("torch.export makes another graph each time, must make the same")
         with without_data(module, args, kwargs) as given:
             program = trace(module, loss_of, *given)
         names = [node.name for node in program.graph.nodes if node.op == "call_function"]
         if names != list(values):
-            raise Inexpressible("torch.export makes other calls of the module by itself")
+            raise Inexpressible(
+                "torch.export makes other calls of the module by itself, must make those of the graph"
+            )
         firsts = tuple(_first_call(graph, values, stage) for stage in stages)
         counted = _counted_call(graph, values)
     except Inexpressible as reason:
         raise StrategyError(
-            f"strategy {strategy.digest[:12]}: torch.distributed.pipelining does not express it ({reason}), must be "
-            "stages of one device each; export it with --format json"
+            f"strategy {strategy.digest[:12]}: is no pipeline of torch.distributed.pipelining: {reason}; export it "
+            "with --format json, or another one"
         ) from None
     return StagePlan(
         ranks=1 + max(stage.group for stage in stages),
@@ -108,32 +115,39 @@ def _dims(built: Built, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     for position, (tensor, cut) in enumerate(zip(whole.values(), part.values(), strict=True)):
         differing = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != cut.shape[dim]]
         if not differing:
-            raise Inexpressible(f"input.{position} goes to all micro-batches")
+            raise Inexpressible(f"input.{position} goes to all micro-batches, must be cut into them")
         dims.append((position, differing[0]))
     return tuple(dims)
 
 
 def _checked_stages(graph: OperatorGraph, strategy: Strategy) -> tuple[Stage, ...]:
     micro_batches = strategy.micro_batches
-    if micro_batches.count == 1:
-        raise Inexpressible("it goes through the batch at once")
+    if micro_batches.schedule.value not in SCHEDULES:
+        raise Inexpressible(
+            f"its schedule is {micro_batches.schedule.value}, must be one of {', '.join(SCHEDULES)}"
+        )
     if strategy.sharding:
-        raise Inexpressible("it shares weights")
+        raise Inexpressible("it shares weights, must share none")
     if strategy.recomputation:
-        raise Inexpressible("it makes activations again")
+        raise Inexpressible("it makes activations again, must keep all")
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
         if len(configuration.devices) > 1:
-            raise Inexpressible(f"operator {operator.name} is on {len(configuration.devices)} tasks")
+            raise Inexpressible(
+                f"operator {operator.name} has {len(configuration.devices)} tasks, must have one, as each stage is on "
+                "one device"
+            )
         if operator.target in DRAWING and operator.target not in KEPT_DRAWS:
-            raise Inexpressible(f"operator {operator.name} draws random numbers")
+            raise Inexpressible(f"operator {operator.name} draws random numbers, must be dropout or none")
     stages = stages_of(graph, strategy.configurations, micro_batches.schedule)
     if len(stages) == 1:
-        raise Inexpressible("it has one stage")
+        raise Inexpressible("it has one stage, must have several")
     for stage in stages:
         if len(stage.devices) > 1:
-            raise Inexpressible(f"stage {stage.group} is on {len(stage.devices)} devices")
+            raise Inexpressible(f"stage {stage.group} is on {len(stage.devices)} devices, must be on one")
     if micro_batches.schedule is Schedule.ONE_F_ONE_B and micro_batches.count < len(stages):
-        raise Inexpressible(f"its 1f1b takes {len(stages)} micro-batches or more, not {micro_batches.count}")
+        raise Inexpressible(
+            f"it has {micro_batches.count} micro-batches, must have as many as its {len(stages)} stages under 1f1b"
+        )
     return stages
 
 
@@ -151,11 +165,12 @@ def _first_call(graph: OperatorGraph, values: Mapping[str, Sequence[str]], stage
             if end < stage.first:
                 operator = graph.operators[stage.first]
                 raise Inexpressible(
-                    f"a stage begins at operator {operator.name}, within call {call} of torch.export"
+                    f"a stage begins at operator {operator.name}, within call {call} of torch.export, must begin "
+                    "between two calls"
                 )
             return call
         end = last
-    raise Inexpressible("its last stage has no call of torch.export")
+    raise Inexpressible("its last stage has no call of torch.export, must have one")
 
 
 def _counted_call(graph: OperatorGraph, values: Mapping[str, Sequence[str]]) -> str | None:
@@ -169,7 +184,9 @@ def _counted_call(graph: OperatorGraph, values: Mapping[str, Sequence[str]]) -> 
         return None
     sums = graph.operators[graph.producer[graph.operators[index].inputs[0]][0]]
     if isinstance(sums.argument("weight"), Slot):
-        raise Inexpressible(f"operator {sums.name} is a mean that weighs targets by their class")
+        raise Inexpressible(
+            f"operator {sums.name} is a mean that weighs targets by their class, must weigh them alike"
+        )
     return next(call for call, made in values.items() if graph.loss in made)
 
 

@@ -40,7 +40,8 @@ def trace(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the exporter's own internals
             program = torch.export.export(LossOnly(module, loss_of), tuple(args), dict(kwargs), strict=False)
-            return program.run_decompositions({})
+            functional: ExportedProgram = program.run_decompositions({})
+            return functional
     finally:
         for part, mode in training.items():
             part.training = mode
@@ -312,9 +313,8 @@ def pipeline_of(
     """Return this rank's part of a pipeline: stages are on the ranks in turn."""
     group = mesh.get_group("pipeline")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    device = torch.device(
-        mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
-    )
+    on_gpu = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
     parts, stages = [], []
     for number in range(rank, splitter.count, ranks):
         part = splitter.part(number)

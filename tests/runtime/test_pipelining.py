@@ -19,6 +19,7 @@ from tests.runtime.dtensor_runner import check_files
 from tests.runtime.spawned import run_ranks
 
 COUNT = 4
+EXPORTED = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 NETWORKS = {
     "mlp": zoo("mlp"),
     "gpt2": zoo("gpt2"),
@@ -70,7 +71,7 @@ def test_every_schedule_equals_the_module(name: str, tmp_path: Path) -> None:
     graph = graph_of_one(network)
     files = [
         write(network, graph, cut(graph, 4 if schedule is Schedule.INTERLEAVED else 2, schedule), file)
-        for schedule in Schedule
+        for schedule in EXPORTED
         for file in [tmp_path / f"stages_{schedule.value}.py"]
     ]
     expected = dict.fromkeys((file.stem for file in files), True)

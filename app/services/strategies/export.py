@@ -38,11 +38,13 @@ PLANS = {"dtensor": "DTensor plan", "pipelining": "pipeline"}
 class Exported:
     """A strategy that was written to a file; `checked` is the last line of its plan's own check, None without one.
 
+    processes: as many as the file's check takes.
     micro_batches: their number and schedule, as in the file; empty where the step goes through its batch at once.
     """
 
     strategy: StrategyRecord
     checked: str | None = None
+    processes: int = 1
     micro_batches: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -78,28 +80,29 @@ def export_strategy(
         record = store.strategy(reference)
         graph = required(store.graph(record.graph_id), "graphs", record.graph_id)
     document = json.loads(record.document)
-    text = (
-        json.dumps(_in_order(document, graph), indent=1) + "\n"
-        if file_format == "json"
-        else _plan_text(record, graph, file_format)
-    )
-    checked = _checked(record, text, PLANS[file_format]) if check else None
+    checked, processes = None, record.device_count
+    if file_format == "json":
+        text = json.dumps(_in_order(document, graph), indent=1) + "\n"
+    else:
+        text, processes = _plan_text(record, graph, file_format)
+        if check:
+            checked = _checked(record, text, PLANS[file_format], processes)
     with replacing(target, "file") as temporary:
         temporary.write_text(text, encoding="utf-8")
-    return Exported(record, checked, document.get("micro_batches", {}))
+    return Exported(record, checked, processes, document.get("micro_batches", {}))
 
 
-def _checked(record: StrategyRecord, source: str, plan: str) -> str:
+def _checked(record: StrategyRecord, source: str, plan: str, processes: int) -> str:
     """Run a plan's own check on gloo processes and return its last line."""
     from runtime.dtensor.plan_check import check_plan
     from runtime.launch.torchrun import DEFAULT_TIMEOUT_S
 
-    plan_check = check_plan(source, record.device_count, DEFAULT_TIMEOUT_S)
+    plan_check = check_plan(source, processes, DEFAULT_TIMEOUT_S)
     where = f"strategy {record.digest[:12]}"
     if plan_check.failure:
         raise StrategyError(
             f"{where}: its {plan} does not run ({plan_check.failure}), must run on "
-            f"{record.device_count} processes; export it with --format json"
+            f"{processes} processes; export it with --format json"
         )
     if not plan_check.equal:
         raise RuntimeFailure(
@@ -127,8 +130,8 @@ def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
     return head | ordered
 
 
-def _plan_text(record: StrategyRecord, graph_record: GraphRecord, file_format: str) -> str:
-    """Return the Python source of a strategy's DTensor plan or pipeline."""
+def _plan_text(record: StrategyRecord, graph_record: GraphRecord, file_format: str) -> tuple[str, int]:
+    """Return the Python source of a strategy's DTensor plan or pipeline, and the number of its processes."""
     import torch
 
     from runtime.dtensor import writer as dtensor
@@ -155,7 +158,8 @@ def _plan_text(record: StrategyRecord, graph_record: GraphRecord, file_format: s
         origin = _origin(request, whole, record, graph)
         with torch.device("meta"):
             built = build_model(**whole)
-        return pipelining.source_text(make_stage_plan(graph, strategy, built), origin)
+        stages = make_stage_plan(graph, strategy, built)
+        return pipelining.source_text(stages, origin), stages.ranks
     for reason, present in (
         ("shares weights, must share none", strategy.sharding),
         ("makes activations again, must keep all", strategy.recomputation),
@@ -165,7 +169,8 @@ def _plan_text(record: StrategyRecord, graph_record: GraphRecord, file_format: s
                 f"strategy {record.digest[:12]}: {reason} to be a DTensor plan; export it as a file of Soapstone, or "
                 "export another one"
             )
-    return dtensor.source_text(make_plan(graph, strategy, *built), _origin(request, of_graph, record, graph))
+    plan = make_plan(graph, strategy, *built)
+    return dtensor.source_text(plan, _origin(request, of_graph, record, graph)), record.device_count
 
 
 def _origin(
