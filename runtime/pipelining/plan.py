@@ -31,6 +31,8 @@ class StagePlan:
 
     ranks: of the pipeline; stages are on them in turn.
     firsts: the call that each stage begins with.
+    dims: (position, dim) along which each tensor among the inputs is cut.
+    moved: calls that the strategy has in two stages and the file in the later one.
     counted: the call of a loss that is a mean over targets that are not ignored; None where each micro-batch weighs
         alike.
     batch_statistics: a micro-batch is normalized by its own statistics.
@@ -43,6 +45,7 @@ class StagePlan:
     micro_batches: int
     firsts: tuple[str, ...]
     dims: tuple[tuple[int, int], ...]
+    moved: tuple[str, ...] = ()
     counted: str | None = None
     batch_statistics: bool = False
     mean: bool = True
@@ -84,7 +87,7 @@ def make_stage_plan(
             raise Inexpressible(
                 "torch.export makes other calls of the module by itself, must make those of the graph"
             )
-        firsts = tuple(_first_call(graph, values, stage) for stage in stages)
+        firsts, moved = _first_calls(graph, values, stages)
         counted = _counted_call(graph, values)
     except Inexpressible as reason:
         raise StrategyError(
@@ -96,6 +99,7 @@ def make_stage_plan(
         schedule=strategy.micro_batches.schedule,
         micro_batches=strategy.micro_batches.count,
         firsts=firsts,
+        moved=moved,
         dims=dims,
         counted=counted,
         batch_statistics=any(operator.target in BATCH_STATISTICS for operator in graph.operators),
@@ -151,24 +155,43 @@ def _checked_stages(graph: OperatorGraph, strategy: Strategy) -> tuple[Stage, ..
     return stages
 
 
-def _first_call(graph: OperatorGraph, values: Mapping[str, Sequence[str]], stage: Stage) -> str:
-    """Return the name of the call that makes the first operators of a stage.
+def _first_calls(
+    graph: OperatorGraph, values: Mapping[str, Sequence[str]], stages: Sequence[Stage]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the call that each stage begins with, and those of them that a stage before has operators of.
+
+    A file cannot cut a call: one that makes operators of two stages is all in the later one.
 
     Raises:
-        Inexpressible: a call makes operators of two stages.
+        Inexpressible: nothing is left of a stage.
+    """
+    firsts: list[str] = []
+    moved = []
+    for stage in stages:
+        call, start = _call_at(graph, values, stage.first)
+        if call in firsts:
+            raise Inexpressible(
+                f"stage {len(firsts) - 1} has operators of call {call} of torch.export alone, which the next stage "
+                "has too, must have calls of its own"
+            )
+        firsts.append(call)
+        if start < stage.first:
+            moved.append(call)
+    return tuple(firsts), tuple(moved)
+
+
+def _call_at(graph: OperatorGraph, values: Mapping[str, Sequence[str]], operator: int) -> tuple[str, int]:
+    """Return the call that makes an operator, and the first operator that it makes.
+
+    Raises:
+        Inexpressible: no call makes it or one behind it.
     """
     end = 0
     for call, made in values.items():
         indexes = [graph.producer[value][0] for value in made if value in graph.producer]
         last = max([end, *(index + 1 for index in indexes)])
-        if last > stage.first:
-            if end < stage.first:
-                operator = graph.operators[stage.first]
-                raise Inexpressible(
-                    f"a stage begins at operator {operator.name}, within call {call} of torch.export, must begin "
-                    "between two calls"
-                )
-            return call
+        if last > operator:
+            return call, end
         end = last
     raise Inexpressible("its last stage has no call of torch.export, must have one")
 

@@ -115,6 +115,11 @@ def _header(plan: StagePlan, origin: PlanOrigin) -> str:
         "# pipeline.step(args, kwargs) for each batch, of which every rank holds the whole.",
     ]
     notes = []
+    if plan.moved:
+        notes.append(
+            f"The strategy cuts inside of calls of torch.export, {', '.join(plan.moved)}: here they are all in the "
+            "later stage."
+        )
     if plan.batch_statistics:
         notes.append(
             "Batch normalization takes the statistics of a micro-batch: the check compares with these."

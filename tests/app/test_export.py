@@ -134,6 +134,57 @@ def test_a_strategy_that_no_mesh_expresses_writes_nothing(
     assert kept.read_text() == "mine"
 
 
+@pytest.fixture(scope="module")
+def pipelines() -> tuple[str, ...]:
+    """Options of a small network in micro-batches on two of this machine's devices."""
+    return ("--model", "mlp", "--preset", "small", "--batch-size", "16", "--devices", "2", "--device", "cpu")
+
+
+def stored(command: Command, *options: str) -> str:
+    """Run a strategy, which stores it, and return its digest."""
+    outcome = command("run", *options, "--json")
+    assert outcome.code == 0, outcome
+    digest: str = outcome.document["strategy"]["digest"]
+    return digest
+
+
+def test_a_checked_pipeline_runs_and_equals_the_network(
+    command: Command, pipelines: tuple[str, ...], tmp_path: Path
+) -> None:
+    digest = stored(command, *pipelines, "--strategy", "3d-1x1x2", "--micro-batches", "4")
+    file = tmp_path / "stages.py"
+    outcome = command("strategy", "export", digest, str(file), "--format", "pipelining", "--check")
+    assert outcome.code == 0, outcome
+    equal = "7 of 7 (loss and gradients) equal the plain module's within 1e-06"
+    assert f"checked on 2 processes: {equal}" in outcome.output
+    assert "2 on 2 ranks, 4 micro-batches, 1f1b" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("data-parallel",), ("goes through the batch at once", "--format dtensor")),
+        (("data-parallel", "--micro-batches", "4"), ("operator linear has 2 tasks", "must have one")),
+        (
+            ("3d-1x1x2", "--micro-batches", "4", "--schedule", "actors"),
+            ("its schedule is actors", "must be one of gpipe, 1f1b, interleaved"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_pipeline_writes_nothing(
+    command: Command,
+    pipelines: tuple[str, ...],
+    tmp_path: Path,
+    options: tuple[str, ...],
+    words: tuple[str, ...],
+) -> None:
+    digest = stored(command, *pipelines, "--strategy", *options)
+    file = tmp_path / "stages.py"
+    outcome = command("strategy", "export", digest, str(file), "--format", "pipelining", "--check")
+    assert_one_line(outcome, digest[:12], "export it with", *words)
+    assert not file.exists()
+
+
 def test_json_is_the_default_and_either_way_to_name_the_file_works(
     command: Command, mine: dict[str, str], tmp_path: Path
 ) -> None:

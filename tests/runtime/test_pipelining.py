@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from graph.errors import StrategyError
 from graph.importer import import_module
 from graph.operators import OperatorGraph
 from graph.schedule import MicroBatches, Schedule
@@ -14,7 +15,7 @@ from graph.strategy import Configuration, Strategy
 from runtime.dtensor.writer import PlanOrigin
 from runtime.pipelining.plan import StagePlan, make_stage_plan
 from runtime.pipelining.writer import source_text
-from tests.runtime.dtensor_cases import Network, own, zoo
+from tests.runtime.dtensor_cases import Network, graph_of, own, zoo
 from tests.runtime.dtensor_runner import check_files
 from tests.runtime.spawned import run_ranks
 
@@ -26,6 +27,9 @@ NETWORKS = {
     "bert": zoo("bert-large"),
     "alexnet": zoo("alexnet"),
     "dlrm": zoo("dlrm"),
+    "nmt": zoo("nmt"),
+    # Cut inside of a batch norm.
+    "resnet": zoo("resnet101"),
     # Ignored targets are in the first micro-batch alone.
     "uneven_targets": own("block", batch_size=8),
 }
@@ -76,3 +80,59 @@ def test_every_schedule_equals_the_module(name: str, tmp_path: Path) -> None:
     ]
     expected = dict.fromkeys((file.stem for file in files), True)
     assert run_ranks(check_files, 2, tmp_path, files) == [expected] * 2
+
+
+def refusal(network: Network, strategy: Strategy, graph: OperatorGraph) -> str:
+    with pytest.raises(StrategyError) as caught:
+        plan_of(network, strategy, graph)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_no_pipeline_is_refused_with_its_reason() -> None:
+    network = NETWORKS["mlp"]
+    graph = graph_of_one(network)
+    strategy = cut(graph, 2, Schedule.GPIPE)
+    whole = graph_of(network)
+    at_once = replace(cut(whole, 2, Schedule.GPIPE), micro_batches=MicroBatches())
+    assert "at once, must go through it in micro-batches" in refusal(network, at_once, whole)
+    one = cut(graph, 1, Schedule.GPIPE)
+    assert "it has one stage, must have several" in refusal(network, one, graph)
+    split = list(strategy.configurations)
+    split[0] = Configuration((2, *split[0].degrees[1:]), (0, 1))
+    assert f"operator {graph.operators[0].name} has 2 tasks" in refusal(
+        network, replace(strategy, configurations=tuple(split)), graph
+    )
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in Schedule if schedule not in EXPORTED])
+def test_schedules_that_pytorch_lacks_are_refused(schedule: Schedule) -> None:
+    network = NETWORKS["mlp"]
+    graph = graph_of_one(network)
+    line = refusal(network, cut(graph, 2, schedule), graph)
+    assert f"its schedule is {schedule.value}, must be one of gpipe, 1f1b, interleaved" in line
+
+
+def test_a_mean_that_weighs_targets_by_class_is_refused() -> None:
+    network = own("weighed", batch_size=8)
+    graph = graph_of_one(network)
+    assert "weighs targets by their class" in refusal(network, cut(graph, 2, Schedule.GPIPE), graph)
+
+
+def test_a_call_in_two_stages_is_all_in_the_later_one() -> None:
+    """Of a cross entropy, the division of its sum is a stage of its own."""
+    network = NETWORKS["mlp"]
+    graph = graph_of_one(network)
+    strategy = cut(graph, 1, Schedule.GPIPE)
+    last = graph.order.of_loss[-1]
+    configurations = list(strategy.configurations)
+    configurations[last] = replace(configurations[last], devices=(1,))
+    plan = plan_of(network, replace(strategy, configurations=tuple(configurations)), graph)
+    assert plan.moved == plan.firsts[1:] == ("cross_entropy_loss",)
+
+
+def test_more_stages_than_micro_batches_are_refused_under_1f1b() -> None:
+    network = NETWORKS["mlp"]
+    graph = graph_of_one(network)
+    line = refusal(network, cut(graph, COUNT + 1, Schedule.ONE_F_ONE_B, ranks=COUNT + 1), graph)
+    assert f"it has {COUNT} micro-batches, must have as many as its {COUNT + 1} stages under 1f1b" in line
