@@ -166,9 +166,13 @@ class Splitter:
         for index, node in enumerate(self.inputs):
             nodes[node] = graph.placeholder(f"input_{index}")
         used = {source for node in own for source in node.all_input_nodes}
+        renewed = {buffer for buffer, _ in self.updates}
         for node, name in self.attributes.items():
             if node in used:
                 nodes[node] = graph.get_attr(name)
+                if name in renewed:
+                    # The backward keeps what it read, and the next micro-batch renews the buffer before.
+                    nodes[node] = graph.call_method("clone", (nodes[node],))
         for node in own:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
             if not self.draws and node.target is torch.ops.aten.native_dropout.default:

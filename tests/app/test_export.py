@@ -144,7 +144,7 @@ def stored(command: Command, *options: str) -> str:
     """Run a strategy, which stores it, and return its digest."""
     outcome = command("run", *options, "--json")
     assert outcome.code == 0, outcome
-    digest: str = outcome.document["strategy"]["digest"]
+    digest: str = outcome.document["digest"]
     return digest
 
 
