@@ -10,12 +10,16 @@ Weights are synchronized after the last one and updated once. A stage is a run o
                  more micro-batches in flight than there are stages from it on
     interleaved  1f1b of v stages a group of devices, which the micro-batches pass v times: v times less idle time at
                  the ends, at v times as many messages; M is a multiple of the number of groups
+    zero-bubble  1f1b with the backward in two parts (`graph.backward_parts`): the gradients of inputs, for which the
+                 stage before waits, and those of weights, for which nobody does before they are summed. The weight part
+                 fills what was idle: stage s puts it off by s micro-batches, so that of K stages each has K micro-batches
+                 in flight, as the first one has anyway (ZB-H1)
 
 Every device follows one static order, and the orders of all devices are parts of one common order (`common_order`),
 so that no wait is ever for what comes later.
 
 Sources: GPipe (arXiv:1811.06965); 1F1B: PipeDream-Flush (arXiv:2006.09503); interleaved: Megatron-LM
-(arXiv:2104.04473), section 2.2.
+(arXiv:2104.04473), section 2.2; zero-bubble: ZB-H1 of Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class MicroBatches:
             object.__setattr__(self, "schedule", Schedule.ONE_F_ONE_B)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are made apart from those of inputs (`graph.backward_parts`)."""
+        return self.schedule is Schedule.ZERO_BUBBLE
+
+    @property
     def text(self) -> str:
         """The number and the schedule, for reports."""
         return f"{self.count} micro-batches, schedule {self.schedule.value}"
@@ -68,14 +78,18 @@ ONE_BATCH = MicroBatches()
 
 
 class Phase(StrEnum):
-    """What a stage does with a micro-batch."""
+    """What a stage does with a micro-batch.
+
+    WEIGHT: the weight part of its backward, where a schedule has it apart; BACKWARD is then the rest.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT = "weight"
 
 
 class Unit(NamedTuple):
-    """The forward or the backward of one stage on one micro-batch."""
+    """The forward, the backward or the weight part of one stage on one micro-batch."""
 
     phase: Phase
     stage: int
@@ -213,9 +227,15 @@ def group_orders(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
     """
     if schedule is Schedule.GPIPE:
         return tuple(
-            tuple(Unit(phase, stage, number) for phase in Phase for number in range(count))
+            tuple(
+                Unit(phase, stage, number)
+                for phase in (Phase.FORWARD, Phase.BACKWARD)
+                for number in range(count)
+            )
             for stage in range(groups)
         )
+    if schedule is Schedule.ZERO_BUBBLE:
+        return tuple(_zero_bubble(stage, groups, count) for stage in range(groups))
     return tuple(_one_forward_one_backward(group, groups, chunks, count) for group in range(groups))
 
 
@@ -245,9 +265,22 @@ def _one_forward_one_backward(group: int, groups: int, chunks: int, count: int) 
     return tuple(order)
 
 
+def _zero_bubble(stage: int, stages: int, count: int) -> tuple[Unit, ...]:
+    """Return the order of 1f1b with weight parts: that of a micro-batch `stage` backwards after its own one."""
+    order: list[Unit] = []
+    for unit in _one_forward_one_backward(stage, stages, 1, count):
+        order.append(unit)
+        if unit.phase is Phase.BACKWARD and unit.micro_batch >= stage:
+            order.append(Unit(Phase.WEIGHT, stage, unit.micro_batch - stage))
+    order.extend(Unit(Phase.WEIGHT, stage, number) for number in range(max(0, count - stage), count))
+    return tuple(order)
+
+
 def waits_of(unit: Unit, stages: int) -> tuple[Unit, ...]:
-    """Return the units whose results a unit needs: the stage before it, or behind it; its own forward."""
+    """Return the units whose results a unit needs: the stage before it, or behind it; its own forward, or backward."""
     phase, stage, number = unit
+    if phase is Phase.WEIGHT:
+        return (Unit(Phase.BACKWARD, stage, number),)
     if phase is Phase.FORWARD:
         return (Unit(Phase.FORWARD, stage - 1, number),) if stage else ()
     own = Unit(Phase.FORWARD, stage, number)
@@ -258,8 +291,10 @@ def waits_of(unit: Unit, stages: int) -> tuple[Unit, ...]:
 def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tuple[Unit, ...]:
     """Return all units in one order, of which the order of each group of devices is a part.
 
-    They are in the order in which they would end if a backward took twice as long as a forward and nothing else took
-    any time, since what a unit sends is issued at its end; of equals the later stage first.
+    They are in the order in which they would end if a backward took twice as long as a forward, each of its parts as
+    long, and nothing else took any time, since what a unit sends is issued at its end; of equals the later stage first.
+    Weight parts of the last micro-batch come after all else, in the order of backwards: what they complete is summed
+    over stages, too.
 
     Raises:
         ValueError: the orders wait for each other.
@@ -268,6 +303,7 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
     stages = groups * chunks
     ended: dict[Unit, int] = {}
     free, done = [0] * groups, [0] * groups
+    whole = 1 if schedule is Schedule.ZERO_BUBBLE else 2
     # Of groups whose next unit is ready: when it would start. Of the others, by a unit that theirs waits for.
     ready: list[tuple[int, int, int, Unit]] = []
     waiting: dict[Unit, list[int]] = {}
@@ -288,13 +324,19 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
         look_at(group)
     while ready:
         start, _, group, unit = heappop(ready)
-        free[group] = ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
+        free[group] = ended[unit] = start + (whole if unit.phase is Phase.BACKWARD else 1)
         done[group] += 1
         for other in (group, *waiting.pop(unit, ())):
             look_at(other)
     if len(ended) < sum(map(len, orders)):
         raise ValueError(f"the orders of {schedule} over {groups} groups wait for each other")
-    return tuple(sorted(ended, key=lambda unit: (ended[unit], -unit.stage)))
+
+
+    def place(unit: Unit) -> tuple[bool, int, int]:
+        is_last = unit.phase is Phase.WEIGHT and unit.micro_batch == count - 1
+        return is_last, 0 if is_last else ended[unit], -unit.stage
+
+    return tuple(sorted(ended, key=place))
 
 
 # ---- as a part of strategies
