@@ -74,10 +74,10 @@ def test_interleaved_stages_train_as_the_plain_module(pool: LocalPool, name: str
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", seeds(2, 8))
+@pytest.mark.parametrize("seed", seeds(3, 9))
 def test_any_strategy_may_accumulate_gradients(pool: LocalPool, name: str, seed: int) -> None:
     graph = graph_of(name, batch_size=SAMPLES)
-    schedule = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)[seed % 2]
+    schedule = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE)[seed % 3]
     check(pool, name, in_micro_batches(random_strategy(graph, 2 + 2 * (seed % 2), seed), 3, schedule))
 
 
