@@ -56,6 +56,15 @@ def backward_parts(graph: OperatorGraph, operator: Operator) -> BackwardParts:
     )
 
 
+def parts_of_backward(graph: OperatorGraph, operator: Operator, call: LocalCall) -> tuple[LocalCall, ...]:
+    """Return the calls of an operator's call that are asked for their costs beside it: parts that are not all of it."""
+    parts = backward_parts(graph, operator)
+    if not parts.has_weights:
+        return ()
+    calls = (part_of(call, slots) for slots in parts)
+    return tuple(part for part in calls if part.has_backward and part.gradients != call.gradients)
+
+
 def part_of(call: LocalCall, slots: Flags) -> LocalCall:
     """Return the call that differentiates those of a call's inputs alone that are in `slots`."""
     return replace(

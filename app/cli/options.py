@@ -51,8 +51,8 @@ ScheduleName = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        help="The order in which stages work on micro-batches: gpipe, 1f1b or interleaved. Default: the strategy's, "
-        "else 1f1b.",
+        help="The order in which stages work on micro-batches: gpipe, 1f1b, interleaved or zero-bubble. Default: the "
+        "strategy's, else 1f1b.",
     ),
 ]
 Precision = Annotated[

@@ -107,7 +107,7 @@ class Stagings:
             return () if self.problem.schedule is Schedule.INTERLEAVED else (self.problem.schedule,)
         if groups == 1:
             return (Schedule.ONE_F_ONE_B,)
-        return Schedule.ONE_F_ONE_B, Schedule.GPIPE
+        return Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.ZERO_BUBBLE
 
     def chunks(self, groups: int) -> tuple[int, ...]:
         """Return how many stages a group may have under schedule interleaved; none where it is none."""

@@ -108,6 +108,8 @@ def in_stages(graph: OperatorGraph, groups: int, chunks: int, micro_batches: Mic
         (Schedule.ONE_F_ONE_B, 2, 1, 8),
         (Schedule.INTERLEAVED, 2, 2, 16),
         (Schedule.GPIPE, 2, 1, 8),
+        (Schedule.ZERO_BUBBLE, 2, 1, 8),
+        (Schedule.ZERO_BUBBLE, 3, 1, 10),
     ],
 )
 def test_peaks_of_many_micro_batches_are_those_of_walking_all(

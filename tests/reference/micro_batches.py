@@ -14,7 +14,7 @@ from search.simulate.saved_tensors import extra_bytes, lasting_outputs
 from tests.reference import simulate as reference
 from tests.reference.taskgraph import Deriver, Key, Task, nanoseconds
 
-COMPUTE = ("forward", "backward", "recompute", "update")
+COMPUTE = ("forward", "backward", "weight", "recompute", "update")
 RENEWALS = ("renew", "buffer collective")
 # A task of the step: its micro-batch, the last one of what is done once, and its name in one micro-batch.
 StepKey = tuple[int, Key]

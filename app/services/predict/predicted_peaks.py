@@ -76,9 +76,9 @@ def predicted_peaks(
 def _fewer_micro_batches(plan: Plan) -> tuple[int, int] | None:
     """Return two numbers of micro-batches, fewer together than a plan's, by which its peaks differ as any two do.
 
-    In 1f1b and interleaved, once as many micro-batches are under way as ever are, each further round of them does what
-    the round before did: only its inputs are there beside. In gpipe each is under way to the end, so that the peak may
-    move from the update to the backward: all are walked. None where that is to be done.
+    In all schedules but gpipe, once as many micro-batches are under way as ever are, each further round of them does
+    what the round before did: only its inputs are there beside. In gpipe each is under way to the end, so that the peak
+    may move from the update to the backward: all are walked. None where that is to be done.
     """
     schedule, count = plan.strategy.micro_batches.schedule, plan.strategy.micro_batches.count
     if count == 1 or schedule is Schedule.GPIPE:
