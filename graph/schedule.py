@@ -12,8 +12,8 @@ Weights are synchronized after the last one and updated once. A stage is a run o
                  the ends, at v times as many messages; M is a multiple of the number of groups
     zero-bubble  1f1b with the backward in two parts (`graph.backward_parts`): the gradients of inputs, for which the
                  stage before waits, and those of weights, for which nobody does before they are summed. The weight part
-                 fills what was idle: stage s puts it off by s micro-batches, so that of K stages each has K micro-batches
-                 in flight, as the first one has anyway (ZB-H1)
+                 fills what was idle: stage s puts it off by s micro-batches, so that of K stages each has K
+                 micro-batches in flight, as the first one has anyway (ZB-H1)
 
 Every device follows one static order, and the orders of all devices are parts of one common order (`common_order`),
 so that no wait is ever for what comes later.
@@ -330,7 +330,6 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
             look_at(other)
     if len(ended) < sum(map(len, orders)):
         raise ValueError(f"the orders of {schedule} over {groups} groups wait for each other")
-
 
     def place(unit: Unit) -> tuple[bool, int, int]:
         is_last = unit.phase is Phase.WEIGHT and unit.micro_batch == count - 1

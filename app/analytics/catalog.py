@@ -186,7 +186,7 @@ CATALOG: dict[str, ViewText] = {
             **_SOURCE,
             "device_count": "devices that it was made for",
             "micro_batches": "in how many parts a step goes through its batch; graph_id is the graph of one",
-            "schedule": "the order of micro-batches: gpipe, 1f1b, interleaved or zero-bubble; NULL of a step in one batch",
+            "schedule": "the order of micro-batches: gpipe, 1f1b, interleaved, zero-bubble; NULL if in one batch",
             **_CREATED_AT,
             "document": "degrees and devices of every operator, as JSON",
             **_GRAPH_ID,

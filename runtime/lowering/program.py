@@ -36,9 +36,6 @@ from runtime.instructions.compute import (
     Assemble,
     Call,
     Detach,
-    Differentiate,
-    DifferentiateInputs,
-    DifferentiateWeights,
     Loss,
     Recompute,
     Renew,
@@ -70,6 +67,7 @@ from runtime.instructions.sharded_weights import (
     parts_of,
 )
 from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
+from runtime.lowering.differentiation import differentiation
 from runtime.lowering.loss_count import counted_loss, over_all
 from runtime.lowering.segments import Node, Segments, cuts
 from runtime.lowering.stage_runs import StageRuns
@@ -517,20 +515,12 @@ class _Lowering:
         arrived = self.transfers.gradients_for(number)
         if arrived:
             self.instructions.append(ReceiveGradients(tuple(arrived)))
-        if not segment.outputs or not segment.inputs:
-            return
-        targets = {leaf: (target, self._read_parts.get(leaf)) for leaf, target in segment.inputs.items()}
-        outputs = tuple(segment.outputs)
-        if segment.first not in self.plan.weight_parts:
-            self.instructions.append(Differentiate(outputs, tuple(targets), tuple(targets.values())))
-            return
-        weights = {leaf: targets.pop(leaf) for leaf in segment.inputs if leaf in self._weight_reads}
-        self.instructions.append(
-            DifferentiateInputs(outputs, tuple(targets), tuple(targets.values()), number)
-        )
-        self._runs.of_weights(segment.first).append(
-            DifferentiateWeights(number, tuple(weights), tuple(weights.values()))
-        )
+        apart = self._weight_reads if segment.first in self.plan.weight_parts else frozenset[int]()
+        made = differentiation(number, segment, self._read_parts, apart)
+        if made is not None:
+            self.instructions.append(made.backward)
+            if made.weights is not None:
+                self._runs.of_weights(segment.first).append(made.weights)
 
     @cached_property
     def _weight_reads(self) -> frozenset[int]:

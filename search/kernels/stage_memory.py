@@ -1,8 +1,8 @@
 """The memory of a step in micro-batches: bytes by stage and device, and the peak over an order of units.
 
-A stage keeps what its backward needs from its forward of a micro-batch to its backward of it, and what the weight part
-needs, where that is apart, from there on; what it receives counts as its own. Gradients add up over the micro-batches, so that each device has whole ones of what it holds, also of
-weights whose optimizer is shared.
+A stage keeps what its backward needs from its forward of a micro-batch to its backward of it, and what the weight
+part needs, where that is apart, from there on; what it receives counts as its own. Gradients add up over the
+micro-batches, so that each device has whole ones of what it holds, also of weights whose optimizer is shared.
 """
 
 from __future__ import annotations

@@ -301,9 +301,7 @@ class Layout:
         statics = static_values(self.builder.graph)
         is_input_S = np.array([value.kind is ValueKind.INPUT for value in statics], np.bool_)
         account_stages(self.emission(), pipeline.stage_O, is_input_S, self.builder.state_tensors, memory)
-        find_step_peak(
-            units.phase_U, units.stage_U, memory, pipeline.micro_batches, self._derivation.peak_D
-        )
+        find_step_peak(units.phase_U, units.stage_U, memory, pipeline.micro_batches, self._derivation.peak_D)
 
     def emission(self) -> Emission:
         """Return what `assemble` emits the task graph from; valid until the next change."""

@@ -105,9 +105,9 @@ class TaskGraph:
 
     kind_T: `TaskKind`. run_ns_T: duration. origin_T: position in `search.cost.cost_table.ORIGINS`.
     resource_set_T: what the task holds, see `resources`.
-    subject_T: the operator of a forward (also one made again) or backward (also its weight part) or before which weights are gathered, the
-        value of a transfer or collective (renewed buffers after the values that operators make), the bucket of its sum
-        or of the gather after its update, the device of an update.
+    subject_T: the operator of a forward (also one made again) or backward (also its weight part) or before which
+        weights are gathered, the value of a transfer or collective (renewed buffers after the values that operators
+        make), the bucket of its sum or of the gather after its update, the device of an update.
     part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
     launched_ns_T: when the host has issued the task at the earliest, which issues those of a device in program order.

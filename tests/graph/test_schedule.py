@@ -82,7 +82,13 @@ def test_micro_batches_in_flight_are_those_of_the_papers(
 
 @pytest.mark.parametrize(
     ("groups", "count", "forward", "backward", "weight", "published"),
-    [(4, 8, 1, 1, 1, 27), (4, 16, 1, 1, 1, 51), (2, 4, 1, 1, 1, 13), (4, 8, 2, 2, 1, 49), (4, 8, 3, 3, 2, 76)],
+    [
+        (4, 8, 1, 1, 1, 27),
+        (4, 16, 1, 1, 1, 51),
+        (2, 4, 1, 1, 1, 13),
+        (4, 8, 2, 2, 1, 49),
+        (4, 8, 3, 3, 2, 76),
+    ],
 )
 def test_makespan_of_zero_bubble_is_that_of_its_paper(
     groups: int, count: int, forward: int, backward: int, weight: int, published: int
@@ -94,7 +100,9 @@ def test_makespan_of_zero_bubble_is_that_of_its_paper(
     assert whole == published + (groups - 1) * 2 * weight
 
 
-@pytest.mark.parametrize(("groups", "count", "most"), [(4, 8, 4), (4, 16, 4), (2, 4, 2), (4, 2, 2), (1, 3, 1)])
+@pytest.mark.parametrize(
+    ("groups", "count", "most"), [(4, 8, 4), (4, 16, 4), (2, 4, 2), (4, 2, 2), (1, 3, 1)]
+)
 def test_zero_bubble_has_as_many_micro_batches_in_flight_in_every_stage_as_1f1b_in_the_first(
     groups: int, count: int, most: int
 ) -> None:

@@ -66,7 +66,9 @@ class StepDeriver:
 
     def weight_slots(self, index: int) -> tuple[bool, ...]:
         """Which inputs of an operator are weights that are trained."""
-        values = [self.deriver.graph.value_by_name[name] for name in self.deriver.graph.operators[index].inputs]
+        values = [
+            self.deriver.graph.value_by_name[name] for name in self.deriver.graph.operators[index].inputs
+        ]
         return tuple(value.kind is ValueKind.WEIGHT and value.requires_gradient for value in values)
 
     def part_cost(self, index: int, part: int, *, of_weights: bool) -> tuple[int, int]:

@@ -300,7 +300,9 @@ def executions_by_kind(setting: Setting, strategy: Strategy) -> dict[str, dict[L
         by_id = {id(call): call for call in calls}
         for (kind_name, identity), number in tasks.items():
             whole = replace(by_id[identity], bindings=())
-            parts = parts_of_backward(graph, operator, whole) if strategy.micro_batches.splits_backward else ()
+            parts = (
+                parts_of_backward(graph, operator, whole) if strategy.micro_batches.splits_backward else ()
+            )
             for call in (whole, *parts):
                 calls_of.setdefault(kind_name, {}).setdefault(call.digest, call)
                 counts[kind_name, call.digest] += count * number
