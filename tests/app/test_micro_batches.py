@@ -264,7 +264,7 @@ def test_a_strategy_of_one_batch_may_accumulate_gradients(command: Command, jobs
         (("--strategy", "zero", "--schedule", "gpipe"), "--schedule: is gpipe, must be left out for a step"),
         (
             ("--strategy", "zero", "--micro-batches", "2", "--schedule", "2f2b"),
-            "--schedule: is 2f2b, must be one of gpipe, 1f1b, interleaved",
+            "--schedule: is 2f2b, must be one of gpipe, 1f1b, interleaved, zero-bubble",
         ),
     ],
 )
