@@ -29,6 +29,7 @@ actors: OneFlow (arXiv:2110.15032), section 4.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -180,19 +181,13 @@ def _with_devices(
     graph: OperatorGraph, configurations: Sequence[Configuration], firsts: Sequence[int]
 ) -> tuple[Stage, ...]:
     bounds = [*firsts, len(graph.operators)]
-    of_loss = graph.order.of_loss
+    devices: list[set[int]] = [set() for _ in firsts]
+    for index in graph.order.of_loss:
+        stage = bisect_right(firsts, index) - 1
+        if stage >= 0:
+            devices[stage].update(configurations[index].devices)
     return tuple(
-        Stage(
-            first,
-            last,
-            frozenset(
-                device
-                for index in of_loss
-                if first <= index < last
-                for device in configurations[index].devices
-            ),
-            number,
-        )
+        Stage(first, last, frozenset(devices[number]), number)
         for number, (first, last) in enumerate(pairwise(bounds))
     )
 
