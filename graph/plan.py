@@ -20,7 +20,8 @@ operators of this one, so that one is always under way. Who reads a view of a we
 
 With micro-batches (`graph.schedule`) the forwards and backwards of stages stand in `Plan.units`, each as above for its
 operators; buckets are synchronized in the backwards of the last micro-batch, and operators that only renew buffers
-come after all backwards, micro-batch by micro-batch.
+come after all backwards, micro-batch by micro-batch. Where the schedule has the gradients of weights apart
+(`graph.backward_parts`), they are in units of their own, with the synchronization of buckets behind them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graph.axes import operand_regions, tasks
+from graph.backward_parts import backward_parts
 from graph.buckets import Bucket, Gathers, gradient_buckets, weight_gathers
 from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
@@ -223,6 +225,17 @@ class Plan:
         groups = 1 + max(stage.group for stage in self.stages)
         micro_batches = self.strategy.micro_batches
         return common_order(micro_batches, groups, len(self.stages) // groups)
+
+    @cached_property
+    def weight_parts(self) -> frozenset[int]:
+        """The operators whose backward has a weight part apart (`graph.backward_parts`), as the schedule wants."""
+        if not self.strategy.micro_batches.splits_backward:
+            return frozenset()
+        return frozenset(
+            index
+            for index, operator in enumerate(self.graph.operators)
+            if backward_parts(self.graph, operator).has_weights
+        )
 
     def with_synchronization(self, synchronization: Synchronization) -> Plan:
         """Return the plan of the same strategy with its weights synchronized otherwise, in default orders."""

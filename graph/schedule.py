@@ -10,6 +10,10 @@ Weights are synchronized after the last one and updated once. A stage is a run o
                  more micro-batches in flight than there are stages from it on
     interleaved  1f1b of v stages a group of devices, which the micro-batches pass v times: v times less idle time at
                  the ends, at v times as many messages; M is a multiple of the number of groups
+    zero-bubble  1f1b with the backward in two parts (`graph.backward_parts`): the gradients of inputs, for which the
+                 stage before waits, and those of weights, for which nobody does before they are summed. The weight part
+                 fills what was idle: stage s puts it off by s micro-batches, so that of K stages each has K
+                 micro-batches in flight, as the first one has anyway (ZB-H1)
     actors       a stage does what is ready, a backward before a forward, as long as it has credits: the number of
                  micro-batches that it may have in flight, as many as with 1f1b unless others are given
 
@@ -19,11 +23,13 @@ memory. On CPUs each stage finds its own as the step goes on (`runtime.execution
 one that follows from its times (`acted_order`); on GPUs, whose hosts do not know what has arrived, it is executed.
 
 Sources: GPipe (arXiv:1811.06965); 1F1B: PipeDream-Flush (arXiv:2006.09503); interleaved: Megatron-LM
-(arXiv:2104.04473), section 2.2; actors: OneFlow (arXiv:2110.15032), section 4.
+(arXiv:2104.04473), section 2.2; zero-bubble: ZB-H1 of Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2;
+actors: OneFlow (arXiv:2110.15032), section 4.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -49,6 +55,7 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
     ACTORS = "actors"
 
 
@@ -77,6 +84,11 @@ class MicroBatches:
         object.__setattr__(self, "credits", tuple(usable)[1:])
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are made apart from those of inputs (`graph.backward_parts`)."""
+        return self.schedule is Schedule.ZERO_BUBBLE
+
+    @property
     def text(self) -> str:
         """The number and the schedule, for reports."""
         given = f", credits {' '.join(map(str, self.credits))}" if self.credits else ""
@@ -91,14 +103,18 @@ ONE_BATCH = MicroBatches()
 
 
 class Phase(StrEnum):
-    """What a stage does with a micro-batch."""
+    """What a stage does with a micro-batch.
+
+    WEIGHT: the weight part of its backward, where a schedule has it apart; BACKWARD is then the rest.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT = "weight"
 
 
 class Unit(NamedTuple):
-    """The forward or the backward of one stage on one micro-batch."""
+    """The forward, the backward or the weight part of one stage on one micro-batch."""
 
     phase: Phase
     stage: int
@@ -165,19 +181,13 @@ def _with_devices(
     graph: OperatorGraph, configurations: Sequence[Configuration], firsts: Sequence[int]
 ) -> tuple[Stage, ...]:
     bounds = [*firsts, len(graph.operators)]
-    of_loss = graph.order.of_loss
+    devices: list[set[int]] = [set() for _ in firsts]
+    for index in graph.order.of_loss:
+        stage = bisect_right(firsts, index) - 1
+        if stage >= 0:
+            devices[stage].update(configurations[index].devices)
     return tuple(
-        Stage(
-            first,
-            last,
-            frozenset(
-                device
-                for index in of_loss
-                if first <= index < last
-                for device in configurations[index].devices
-            ),
-            number,
-        )
+        Stage(first, last, frozenset(devices[number]), number)
         for number, (first, last) in enumerate(pairwise(bounds))
     )
 
@@ -242,9 +252,15 @@ def group_orders(micro_batches: MicroBatches, groups: int, chunks: int = 1) -> t
     schedule, count = micro_batches.schedule, micro_batches.count
     if schedule is Schedule.GPIPE:
         return tuple(
-            tuple(Unit(phase, stage, number) for phase in Phase for number in range(count))
+            tuple(
+                Unit(phase, stage, number)
+                for phase in (Phase.FORWARD, Phase.BACKWARD)
+                for number in range(count)
+            )
             for stage in range(groups)
         )
+    if schedule is Schedule.ZERO_BUBBLE:
+        return tuple(_zero_bubble(stage, groups, count) for stage in range(groups))
     aheads = [groups - group - 1 for group in range(groups)]
     if chunks > 1:
         # Megatron-LM: chunks of a group follow each other every `groups` micro-batches.
@@ -280,9 +296,22 @@ def _one_forward_one_backward(
     return tuple(order)
 
 
+def _zero_bubble(stage: int, stages: int, count: int) -> tuple[Unit, ...]:
+    """Return the order of 1f1b with weight parts: that of a micro-batch `stage` backwards after its own one."""
+    order: list[Unit] = []
+    for unit in _one_forward_one_backward(stage, stages, 1, count, stages - stage - 1):
+        order.append(unit)
+        if unit.phase is Phase.BACKWARD and unit.micro_batch >= stage:
+            order.append(Unit(Phase.WEIGHT, stage, unit.micro_batch - stage))
+    order.extend(Unit(Phase.WEIGHT, stage, number) for number in range(max(0, count - stage), count))
+    return tuple(order)
+
+
 def waits_of(unit: Unit, stages: int) -> tuple[Unit, ...]:
-    """Return the units whose results a unit needs: the stage before it, or behind it; its own forward."""
+    """Return the units whose results a unit needs: the stage before it, or behind it; its own forward, or backward."""
     phase, stage, number = unit
+    if phase is Phase.WEIGHT:
+        return (Unit(Phase.BACKWARD, stage, number),)
     if phase is Phase.FORWARD:
         return (Unit(Phase.FORWARD, stage - 1, number),) if stage else ()
     own = Unit(Phase.FORWARD, stage, number)
@@ -293,8 +322,10 @@ def waits_of(unit: Unit, stages: int) -> tuple[Unit, ...]:
 def common_order(micro_batches: MicroBatches, groups: int, chunks: int = 1) -> tuple[Unit, ...]:
     """Return all units in one order, of which the order of each group of devices is a part.
 
-    They are in the order in which they would end if a backward took twice as long as a forward and nothing else took
-    any time, since what a unit sends is issued at its end; of equals the later stage first.
+    They are in the order in which they would end if a backward took twice as long as a forward, each of its parts as
+    long, and nothing else took any time, since what a unit sends is issued at its end; of equals the later stage first.
+    Weight parts of the last micro-batch come after all else, in the order of backwards: what they complete is summed
+    over stages, too.
 
     Raises:
         ValueError: the orders wait for each other.
@@ -303,6 +334,7 @@ def common_order(micro_batches: MicroBatches, groups: int, chunks: int = 1) -> t
     stages = groups * chunks
     ended: dict[Unit, int] = {}
     free, done = [0] * groups, [0] * groups
+    whole = 1 if micro_batches.splits_backward else 2
     # Of groups whose next unit is ready: when it would start. Of the others, by a unit that theirs waits for.
     ready: list[tuple[int, int, int, Unit]] = []
     waiting: dict[Unit, list[int]] = {}
@@ -323,13 +355,18 @@ def common_order(micro_batches: MicroBatches, groups: int, chunks: int = 1) -> t
         look_at(group)
     while ready:
         start, _, group, unit = heappop(ready)
-        free[group] = ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
+        free[group] = ended[unit] = start + (whole if unit.phase is Phase.BACKWARD else 1)
         done[group] += 1
         for other in (group, *waiting.pop(unit, ())):
             look_at(other)
     if len(ended) < sum(map(len, orders)):
         raise ValueError(f"the orders of {micro_batches.schedule} over {groups} groups wait for each other")
-    return tuple(sorted(ended, key=lambda unit: (ended[unit], -unit.stage)))
+
+    def place(unit: Unit) -> tuple[bool, int, int]:
+        is_last = unit.phase is Phase.WEIGHT and unit.micro_batch == micro_batches.count - 1
+        return is_last, 0 if is_last else ended[unit], -unit.stage
+
+    return tuple(sorted(ended, key=place))
 
 
 class StageTimes(NamedTuple):

@@ -186,7 +186,7 @@ CATALOG: dict[str, ViewText] = {
             **_SOURCE,
             "device_count": "devices that it was made for",
             "micro_batches": "in how many parts a step goes through its batch; graph_id is the graph of one",
-            "schedule": "the order of micro-batches: gpipe, 1f1b, interleaved or actors; NULL of a step in one batch",
+            "schedule": "gpipe, 1f1b, interleaved, zero-bubble or actors (docs/pipelines.md); NULL if in one batch",
             **_CREATED_AT,
             "document": "degrees and devices of every operator, as JSON",
             **_GRAPH_ID,

@@ -20,7 +20,7 @@ class ComparisonRow:
     processes took of the cores (None where that was not counted). `measured_noise_s` is what repeating moves the
     median by (`app.analytics.accuracy`).
     Speed-ups are over data parallelism on the same graph, topology and training. The shares say what part of the
-    predicted time rests on measured costs, estimates and data sheets.
+    predicted time rests on measured costs, estimates and data sheets. `schedule`: None of a step in one batch.
     """
 
     model: str
@@ -49,6 +49,8 @@ class ComparisonRow:
     datasheet_share: float | None
     feasible: bool | None
     executions: int
+    micro_batches: int | None
+    schedule: str | None
 
     @property
     def is_restless(self) -> bool:
@@ -89,6 +91,7 @@ WHERE ($model::VARCHAR IS NULL OR model = $model)
 _ROWS = f"""
 SELECT {", ".join(_NAMES)}
 FROM ({_CHOSEN})
+LEFT JOIN (SELECT id AS strategy_id, micro_batches, schedule FROM strategies) USING (strategy_id)
 ORDER BY model, topology, batch_size, precision, optimizer, batch_norm, training_id, graph_id,
          measured_median_s NULLS LAST, predicted_s NULLS LAST, strategy
 """

@@ -100,13 +100,26 @@ def _print_attribution(
 
 def _print_rows(rows: Sequence[ComparisonRow]) -> None:
     # A table for each model, topology and training: one table of all would be wider than terminals.
+    has_parts = any((row.micro_batches or 1) > 1 for row in rows)
     for title, alike in groupby(rows, _title):
         print_table(
-            ["strategy", "source", "predicted", "measured", "noise", "error", "samples/s", "speedup", "runs"],
+            [
+                "strategy",
+                "source",
+                *(("M", "schedule") if has_parts else ()),
+                "predicted",
+                "measured",
+                "noise",
+                "error",
+                "samples/s",
+                "speedup",
+                "runs",
+            ],
             [
                 [
                     row.strategy[:12],
                     row.source,
+                    *((row.micro_batches or "-", row.schedule or "-") if has_parts else ()),
                     milliseconds(row.predicted_s),
                     milliseconds(row.measured_median_s),
                     milliseconds(row.measured_noise_s),
@@ -133,6 +146,8 @@ def _print_rows(rows: Sequence[ComparisonRow]) -> None:
                 for row in restless
             ],
         )
+    if has_parts:
+        print_lines("M: micro-batches of a step, and the schedule in which stages work on them;")
     print_lines(
         "measured: median step of the newest run; noise: what repeating moves it by;",
         "error: (predicted - measured) / measured; samples/s and speedup: predicted / measured;",

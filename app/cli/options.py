@@ -51,7 +51,7 @@ ScheduleName = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        help="The order in which stages work on micro-batches: gpipe, 1f1b, interleaved or actors. Default: the "
+        help="The order of micro-batches: gpipe, 1f1b, interleaved, zero-bubble or actors. Default: the "
         "strategy's, else 1f1b.",
     ),
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from profiler.operators import ExecutionContext
 from runtime.instructions.base import Instruction, Slots, WrappedInstruction
@@ -125,25 +126,72 @@ class Differentiate(Instruction):
         return self.outputs + self.inputs
 
     def run(self, state: StepState) -> None:
-        values = state.values
+        outputs, gradients = self._begun(state)
+        if outputs:
+            inputs = [state.values[slot] for slot in self.inputs]
+            results = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+            _add_gradients(state, self.targets, results)
+
+    def _begun(self, state: StepState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the outputs that have a gradient, and their gradients, which leave the store."""
         outputs: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for slot in self.outputs:
-            gradient = state.gradients.pop(slot)
-            if gradient is not None and values[slot].requires_grad:
-                outputs.append(values[slot])
+            gradient, value = state.gradients.pop(slot), state.values[slot]
+            if gradient is not None and value.requires_grad:
+                outputs.append(value)
                 gradients.append(gradient)
+        return outputs, gradients
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiateInputs(Differentiate):
+    """The input part of the backward of one segment: of its inputs but weights, which `DifferentiateWeights` takes.
+
+    What autograd has saved stays for that, and so do the gradients of outputs; the outputs themselves need not.
+    """
+
+    segment: int
+
+    def run(self, state: StepState) -> None:
+        outputs, gradients = self._begun(state)
         if not outputs:
             return
-        inputs = [values[slot] for slot in self.inputs]
-        results = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-        for (slot, selection), result in zip(self.targets, results, strict=True):
-            if result is None:
-                continue
-            if selection is None:
-                state.gradients.add(slot, result)
-            else:
-                state.gradients.add_part(slot, selection, result)
+        if self.inputs:
+            inputs = [state.values[slot] for slot in self.inputs]
+            results = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+            _add_gradients(state, self.targets, results)
+        state.weight_parts[self.segment] = [get_gradient_edge(value) for value in outputs], gradients
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiateWeights(Instruction):
+    """The weight part of the backward of one segment, after its input part; `targets` as in `Differentiate`."""
+
+    segment: int
+    weights: Slots
+    targets: tuple[tuple[int, Selection | None], ...]
+
+    def run(self, state: StepState) -> None:
+        outputs, gradients = state.weight_parts.pop(self.segment, ([], []))
+        if outputs:
+            weights = [state.values[slot] for slot in self.weights]
+            results = torch.autograd.grad(outputs, weights, gradients, allow_unused=True)
+            _add_gradients(state, self.targets, results)
+
+
+def _add_gradients(
+    state: StepState,
+    targets: Sequence[tuple[int, Selection | None]],
+    results: Sequence[torch.Tensor | None],
+) -> None:
+    for (slot, selection), result in zip(targets, results, strict=True):
+        if result is None:
+            continue
+        if selection is None:
+            state.gradients.add(slot, result)
+        else:
+            state.gradients.add_part(slot, selection, result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from profiler.operators import ExecutionContext
 from runtime.communication import Message, World
@@ -105,7 +106,8 @@ class MicroBatchState:
     """What each micro-batch has of its own: values and gradients by slot, and messages under way.
 
     context: of its random numbers. pending_receives: by slot, the work to wait for, and the tensor that must stay alive
-    until then; pending_sends likewise.
+    until then; pending_sends likewise. weight_parts: by segment, where the weight part of its backward begins in
+    autograd's graph, and the gradients there.
     """
 
     values: list[Any]
@@ -113,6 +115,7 @@ class MicroBatchState:
     context: ExecutionContext = field(default_factory=lambda: ExecutionContext(seed=0, step=0))
     pending_receives: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     pending_sends: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    weight_parts: dict[int, tuple[list[GradientEdge], list[torch.Tensor]]] = field(default_factory=dict)
 
 
 class StepState:
@@ -173,6 +176,7 @@ class StepState:
         self.context = state.context
         self.pending_receives = state.pending_receives
         self.pending_sends = state.pending_sends
+        self.weight_parts = state.weight_parts
 
     def place(self, slot: int, tensor: torch.Tensor | None) -> None:
         """Set a slot's value of every micro-batch: a weight's, or a buffer's."""

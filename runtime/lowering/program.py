@@ -13,7 +13,7 @@ micro-batches (`runtime.lowering.stage_runs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -36,7 +36,6 @@ from runtime.instructions.compute import (
     Assemble,
     Call,
     Detach,
-    Differentiate,
     Loss,
     Recompute,
     Renew,
@@ -68,6 +67,7 @@ from runtime.instructions.sharded_weights import (
     parts_of,
 )
 from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
+from runtime.lowering.differentiation import differentiation
 from runtime.lowering.loss_count import counted_loss, over_all
 from runtime.lowering.segments import Node, Segments, cuts
 from runtime.lowering.stage_runs import ActorRuns, StageRuns
@@ -411,11 +411,12 @@ class _Lowering:
             self.instructions.extend(self.prefetch.after_backward(index, self.segments))
             for number in self.plan.buckets_after.get(index, ()):
                 bucket = self.plan.buckets[number]
+                weights = self._runs.of_weights(index)
                 if bucket.sharding is not Sharding.NONE and self.rank in bucket.devices:
-                    self._reduce_scatter(number, finishing)
-                self.instructions.extend(FillBucket(flat) for flat in self._flats.get(number, ()))
+                    self._reduce_scatter(number, weights, finishing)
+                weights.extend(FillBucket(flat) for flat in self._flats.get(number, ()))
                 for started, part in self.plan.sums_after[number]:
-                    self._start_sums(started, part)
+                    weights.extend(self._sums(started, part))
                 if not self.updates_late:
                     finishing.extend(FinishAllReduce(flat) for flat in self._flats.get(number, ()))
         return finishing
@@ -434,11 +435,11 @@ class _Lowering:
         pieces = [piece for flats in self._flats.values() for flat in flats for piece in flat.slices]
         return {piece.slot: piece.view for piece in pieces if piece.part.whole}
 
-    def _start_sums(self, number: int, part: int) -> None:
-        """Append the all-reduces of one slice of a bucket: one for each dtype."""
+    def _sums(self, number: int, part: int) -> Iterator[StartAllReduce]:
+        """Yield the all-reduces of one slice of a bucket: one for each dtype."""
         for flat in self._flats.get(number, ()):
             first, last = slice_bounds(flat.flat.numel(), self.plan.slice_counts[number])[part]
-            self.instructions.append(StartAllReduce(flat, first, last))
+            yield StartAllReduce(flat, first, last)
 
     def _late_updates(self) -> dict[int, UpdateFirst]:
         """Return, for each operator, the update of the rank's weights that it is the first to read."""
@@ -481,12 +482,14 @@ class _Lowering:
             if pairs:
                 self.instructions.append(Recompute(Detach(pairs), tuple(leaf for _, leaf in pairs)))
 
-    def _reduce_scatter(self, number: int, finishing: list[Instruction]) -> None:
+    def _reduce_scatter(
+        self, number: int, instructions: list[Instruction], finishing: list[Instruction]
+    ) -> None:
         """Append the reduce-scatters of a bucket, and to `finishing` the waits for them."""
         bucket = self.plan.buckets[number]
         groups = self._updated_groups.get(number) or self.prefetch.groups(bucket.devices, bucket.entries)
         for group in groups:
-            self.instructions.append(StartReduceScatter(group, self._last_scattered))
+            instructions.append(StartReduceScatter(group, self._last_scattered))
             self._last_scattered = group
             finishing.append(FinishReduceScatter(group))
 
@@ -516,9 +519,20 @@ class _Lowering:
         arrived = self.transfers.gradients_for(number)
         if arrived:
             self.instructions.append(ReceiveGradients(tuple(arrived)))
-        if segment.outputs and segment.inputs:
-            targets = tuple((target, self._read_parts.get(leaf)) for leaf, target in segment.inputs.items())
-            self.instructions.append(Differentiate(tuple(segment.outputs), tuple(segment.inputs), targets))
+        apart = self._weight_reads if segment.first in self.plan.weight_parts else frozenset[int]()
+        made = differentiation(number, segment, self._read_parts, apart)
+        if made is not None:
+            self.instructions.append(made.backward)
+            if made.weights is not None:
+                self._runs.of_weights(segment.first).append(made.weights)
+
+    @cached_property
+    def _weight_reads(self) -> frozenset[int]:
+        """The slots of reads of weights."""
+        kinds = self.graph.value_by_name
+        return frozenset(
+            read.slot for read in self.slots.reads.values() if kinds[read.value].kind is ValueKind.WEIGHT
+        )
 
     @cached_property
     def _read_parts(self) -> dict[int, Selection]:

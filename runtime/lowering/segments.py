@@ -5,7 +5,8 @@ cuts before operator o wherever it takes part in a message or a synchronization 
 of o: what it sends is then complete, and what it receives comes before the segments that need it. It cuts after an
 operator for whose output a gradient comes from elsewhere: the backwards of the operators behind it do not wait for that
 gradient. It also cuts before and after a group of operators that is recomputed in the backward, so that no segment is
-partly kept, and between pipeline stages, whose backwards are apart. The forward needs no cuts; its messages are issued
+partly kept, and between pipeline stages, whose backwards are apart. An operator whose backward has a weight part apart
+is a segment by itself. The forward needs no cuts; its messages are issued
 between the operators.
 """
 
@@ -72,6 +73,10 @@ def cuts(plan: Plan, slots: TensorSlots) -> tuple[int, ...]:
             operators.add(operator + 1)
     for group in plan.strategy.recomputation:
         operators.update((group.first, group.last + 1))
+    for operator in plan.weight_parts:
+        # Alone, its weight part goes through no other operator.
+        if slots.tasks[operator]:
+            operators.update((operator, operator + 1))
     if plan.strategy.micro_batches.count > 1:
         operators.update(stage.first for stage in plan.stages)
     return tuple(sorted(operators))

@@ -1,8 +1,8 @@
-"""The instructions of a rank in runs, one for the forward and one for the backward of each stage, and those of a step.
+"""The instructions of a rank in runs, one for each phase of each stage, and those of a step.
 
 They are lowered once, as of one micro-batch. A step has each run as often as there are micro-batches, in the order of
-the plan's units; what synchronizes gradients stands in the last micro-batch's backwards alone, and what renews buffers
-comes after all backwards.
+the plan's units; what synchronizes gradients stands in the last micro-batch's backwards alone, or in its weight parts
+where there are any, and what renews buffers comes after all backwards.
 
 Of schedule actors a rank starts what arrives from other stages as soon as its credits allow, and the order in the
 program is the one that uses all of them; `runtime.execution.acting` finds another as the step goes on.
@@ -28,7 +28,7 @@ _OF_LAST_MICRO_BATCH = (FillBucket, StartAllReduce, StartReduceScatter)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The forward or the backward of a stage in one micro-batch, or what comes after all backwards (phase None)."""
+    """A phase of a stage in one micro-batch, or what comes after all backwards (phase None)."""
 
     phase: Phase | None
     stage: int
@@ -63,6 +63,8 @@ class StageRuns:
         self._rank = rank
         self._firsts = [stage.first for stage in plan.stages]
         self._runs: list[_Run] = []
+        # Weight parts, by stage: they are lowered beside the backwards, and come after them.
+        self._weights: dict[int, _Run] = {}
 
     @property
     def last(self) -> list[Instruction]:
@@ -76,12 +78,26 @@ class StageRuns:
 
     def enter(self, phase: Phase, operator: int) -> None:
         """Begin the run that an operator's forward or backward is in, where it has not begun."""
-        stage = max(bisect_right(self._firsts, operator) - 1, 0)
+        stage = self._stage_of(operator)
         if not self._runs or (self._runs[-1].phase, self._runs[-1].stage) != (phase, stage):
             self._runs.append(_Run(phase, stage))
 
+    def _stage_of(self, operator: int) -> int:
+        return max(bisect_right(self._firsts, operator) - 1, 0)
+
+    def of_weights(self, operator: int) -> list[Instruction]:
+        """Return the instructions, to add to, that an operator's weights are differentiated and synchronized in.
+
+        Where the schedule has no weight parts, these are of the run that was begun last.
+        """
+        if not self._plan.strategy.micro_batches.splits_backward:
+            return self.last
+        stage = self._stage_of(operator)
+        return self._weights.setdefault(stage, _Run(Phase.WEIGHT, stage)).instructions
+
     def enter_renewals(self) -> None:
         """Begin the run after all backwards."""
+        self._runs.extend(self._weights.values())
         self._runs.append(_Run(None, 0))
 
     def add_releases(self, kept: set[int]) -> None:

@@ -33,7 +33,7 @@ from profiler.operators.dtypes import HALVES
 from runtime.communication import DoneWork, Message, World
 from runtime.execution.executor import Executor, InitialTensors
 from runtime.instructions.base import Communication, Instruction, WrappedInstruction
-from runtime.instructions.compute import Differentiate, Seed
+from runtime.instructions.compute import Differentiate, DifferentiateWeights, Seed
 from runtime.instructions.gradient_synchronization import FillBucket
 from runtime.instructions.sharded_weights import AllocateWeights, Reshard
 from runtime.instructions.state import StepState
@@ -145,7 +145,9 @@ def _part_of(instruction: Instruction) -> str:
     """Return the part that an instruction's tensors belong to."""
     if isinstance(instruction, Communication):
         return "communication"
-    return "gradients" if isinstance(instruction, Differentiate | Seed) else "activations"
+    return (
+        "gradients" if isinstance(instruction, Differentiate | DifferentiateWeights | Seed) else "activations"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from runtime.instructions.compute import (
     Assemble,
     Call,
     Differentiate,
+    DifferentiateWeights,
     Loss,
     Recompute,
     Renew,
@@ -352,7 +353,7 @@ class _Names:
                 return Label("copy", WEIGHTS, "write gathered weights"), _GATHERS, None
             case Reshard():
                 return Label("copy", WEIGHTS, "drop gathered weights"), _END, None
-            case Differentiate():
+            case Differentiate() | DifferentiateWeights():
                 return _AUTOGRAD, _END, None
             case Loss() | Seed():
                 return _LOSS, _END, None

@@ -1,9 +1,11 @@
 """Schedules of micro-batches as executed: steps of stages that only sleep, against the papers' makespans.
 
 Processes joined by gloo execute a chain of one small layer a stage; every forward sleeps one unit, every backward two,
-so that a step's time is that of the order in which stages work, and what messages and Python add. Each pair of rows is
-gpipe and another schedule in turns, in the same processes, with the same work a device. Expected is the papers' time,
-in which messages take none: (M + K - 1) (f + b) of K stages, of v stages a device (M + (K - 1) / v) (f + b).
+under zero-bubble one for the gradients of inputs and one for those of weights, so that a step's time is that of the
+order in which stages work, and what messages and Python add. Each pair of rows is gpipe and another schedule in turns,
+in the same processes, with the same work a device. Expected is the papers' time, in which messages take none:
+(M + K - 1) (f + b) of K stages, of v stages a device (M + (K - 1) / v) (f + b); of zero-bubble, with b and w for the
+two parts of a backward, M (f + b + w) + (K - 1) (f + b - w).
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from runtime.instructions.base import Instruction, WrappedInstruction
-from runtime.instructions.compute import Call, Differentiate, EnterMicroBatch
+from runtime.instructions.compute import (
+    Call,
+    Differentiate,
+    DifferentiateInputs,
+    DifferentiateWeights,
+    EnterMicroBatch,
+)
 from scripts.benchmarks.pairs import StepPair, time_pair
 from scripts.benchmarks.result import BenchmarkResult, Row, measurement, number
 
@@ -27,6 +35,8 @@ if TYPE_CHECKING:
 
 UNIT_S = 0.02
 FORWARD, BACKWARD = 1, 2
+# Of the parts of a backward, where they are apart.
+PART = 1
 WIDTH, SAMPLES = 8, 2
 # Groups of devices, micro-batches, stages a group, and the schedule beside gpipe.
 ROWS = (
@@ -37,6 +47,9 @@ ROWS = (
     (4, 8, 1, Schedule.ACTORS),
     (2, 4, 2, Schedule.INTERLEAVED),
     (4, 8, 2, Schedule.INTERLEAVED),
+    (2, 4, 1, Schedule.ZERO_BUBBLE),
+    (4, 8, 1, Schedule.ZERO_BUBBLE),
+    (4, 16, 1, Schedule.ZERO_BUBBLE),
 )
 
 
@@ -51,7 +64,8 @@ def run(*, quick: bool) -> BenchmarkResult:
         for of, stages, times_s in ((Schedule.GPIPE, 1, timing.ours_s), (schedule, chunks, timing.theirs_s)):
             # Of one of a device's stages: its own work, and the bubble of one stage less than there are devices.
             # A device has the same work whatever its number of stages.
-            units = (FORWARD + BACKWARD) * (count * stages + groups - 1)
+            idle = FORWARD if of is Schedule.ZERO_BUBBLE else FORWARD + BACKWARD
+            units = (FORWARD + BACKWARD) * count * stages + idle * (groups - 1)
             expected_s = units * UNIT_S * chunks / stages
             measured_s = statistics.median(times_s)
             table.append(
@@ -138,11 +152,20 @@ class _Sleeping(WrappedInstruction):
 
 
 def _slowed(instructions: Sequence[Instruction], unit_s: float) -> Iterator[Instruction]:
-    """Yield the instructions; the first call of a forward, and the first differentiation of a backward, sleep."""
+    """Yield the instructions; the first call of a forward, and the first differentiation of a backward, sleep.
+
+    In parts, the first of each part does: beside them there are operators without weights.
+    """
     sleeps: dict[type[Instruction], float] = {}
+    parts: dict[type[Instruction], float] = {
+        DifferentiateInputs: PART * unit_s,
+        DifferentiateWeights: PART * unit_s,
+    }
+    in_parts = any(type(instruction) in parts for instruction in instructions)
     for instruction in instructions:
         if isinstance(instruction, EnterMicroBatch):
-            sleeps = {Call: FORWARD * unit_s, Differentiate: BACKWARD * unit_s}
+            sleeps = {Call: FORWARD * unit_s}
+            sleeps.update(parts if in_parts else {Differentiate: BACKWARD * unit_s})
         inner = instruction.inner if isinstance(instruction, WrappedInstruction) else instruction
         if type(inner) in sleeps:
             yield _Sleeping(instruction, sleeps.pop(type(inner)))

@@ -110,11 +110,8 @@ class Stagings:
         if groups == 1:
             return (Schedule.ONE_F_ONE_B,)
         # Where no stage finds its own order, actors with the credits of 1f1b are 1f1b.
-        return (
-            Schedule.ONE_F_ONE_B,
-            Schedule.GPIPE,
-            *([Schedule.ACTORS] if self.problem.topology.acts else []),
-        )
+        actors = [Schedule.ACTORS] if self.problem.topology.acts else []
+        return Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.ZERO_BUBBLE, *actors
 
     def chunks(self, groups: int) -> tuple[int, ...]:
         """Return how many stages a group may have under schedule interleaved; none where it is none."""

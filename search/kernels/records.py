@@ -13,7 +13,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UPDATE = range(7)
 COLLECTIVE, GRADIENT_COLLECTIVE, BUFFER_COLLECTIVE = range(7, 10)
 FORWARD_GATHER, BACKWARD_GATHER, UPDATE_GATHER = range(10, 13)
-RECOMPUTE = 13
+RECOMPUTE, WEIGHT = 13, 14
+# Codes of `graph.schedule.Phase`, in its order.
+FORWARD_UNIT, BACKWARD_UNIT, WEIGHT_UNIT = range(3)
 # Codes of `graph.strategy.Sharding`, in its order.
 SHARED_UPDATE, SHARED_WEIGHT = 1, 2
 # Codes of `graph.collectives.CollectiveKind`.
@@ -151,6 +153,7 @@ class StageMemory(NamedTuple):
     again_SD: (
         Array  # in a backward, the most that is there beyond it while a group of the stage is made again
     )
+    weight_SD: Array  # what is there of one micro-batch between its backward and its weight part
 
 
 class Scratch(NamedTuple):

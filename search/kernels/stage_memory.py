@@ -1,8 +1,8 @@
 """The memory of a step in micro-batches: bytes by stage and device, and the peak over an order of units.
 
-A stage keeps what its backward needs from its forward of a micro-batch to its backward of it; what it receives counts
-as its own. Gradients add up over the micro-batches, so that each device has whole ones of what it holds, also of
-weights whose optimizer is shared.
+A stage keeps what its backward needs from its forward of a micro-batch to its backward of it, and what the weight
+part needs, where that is apart, from there on; what it receives counts as its own. Gradients add up over the
+micro-batches, so that each device has whole ones of what it holds, also of weights whose optimizer is shared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from search.kernels.cache import entry, inner
 from search.kernels.fragments import assemblies_of, holders_of, readers_of, tasks_of
 from search.kernels.memory_accounting import is_trained
-from search.kernels.records import Array, Derivation, Emission, StageMemory
+from search.kernels.records import BACKWARD_UNIT, FORWARD_UNIT, Array, Derivation, Emission, StageMemory
 
 
 @entry
@@ -127,21 +127,24 @@ def add_groups(again_2GD: Array, stage_G: Array, memory: StageMemory) -> None:
 
 @entry
 def find_step_peak(
-    is_forward_U: Array, stage_U: Array, memory: StageMemory, micro_batches: int, peak_D: Array
+    phase_U: Array, stage_U: Array, memory: StageMemory, micro_batches: int, peak_D: Array
 ) -> None:
     """Write the peak memory of every device over the order of units, in bytes.
 
-    It has the inputs of all micro-batches throughout, what begun units keep until their backward ends, and in a
-    backward what is there beyond it while a group is made again.
+    It has the inputs of all micro-batches throughout, what begun units keep until their backward ends, in a backward
+    what is there beyond it while a group is made again, and what a backward leaves until its weight part ends.
     """
     for device in range(len(peak_D)):
         now = most = 0
         for unit in range(len(stage_U)):
             stage = stage_U[unit]
-            if is_forward_U[unit]:
+            if phase_U[unit] == FORWARD_UNIT:
                 now += memory.kept_SD[stage, device]
                 most = max(most, now)
-            else:
+            elif phase_U[unit] == BACKWARD_UNIT:
                 most = max(most, now + memory.again_SD[stage, device])
-                now -= memory.kept_SD[stage, device]
+                now += memory.weight_SD[stage, device] - memory.kept_SD[stage, device]
+                most = max(most, now)
+            else:
+                now -= memory.weight_SD[stage, device]
         peak_D[device] = memory.static_D[device] + micro_batches * memory.input_D[device] + most

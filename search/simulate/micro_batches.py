@@ -4,8 +4,8 @@ Each task of one micro-batch belongs to the forward or the backward of a stage, 
 stands in program order: a transfer or collective to the operator that it follows, what is made again to the last
 operator of its group. Units stand in the common order of the schedule, each with the tasks of its micro-batch:
 
-    forwards and backwards of all stages on all micro-batches; sums of gradients only in the backwards of the last
-        micro-batch, when all others have added theirs
+    forwards and backwards of all stages on all micro-batches, and weight parts where the schedule has them apart; sums
+        of gradients only in the backwards, or weight parts, of the last micro-batch, when all others have added theirs
     for each micro-batch the forward of the operators that only renew buffers, and renewals
     updates; gathers of updated shares
 
@@ -52,19 +52,23 @@ from search.kernels.records import (
     SYNCHRONIZE,
     UPDATE,
     UPDATE_GATHER,
+    WEIGHT,
     Array,
     ResourceSets,
     Tasks,
 )
+from search.simulate.weight_parts import PartCosts, with_weight_parts
 
+_PHASES = tuple(Phase)
+_ISSUED = (FORWARD, BACKWARD, RECOMPUTE, WEIGHT)
 OF_ALL = -1
 """Stands for the micro-batch of a task that is of all of them: a sum of gradients, an update, a gather."""
 
 
 class Units(NamedTuple):
-    """The units of a step in their common order, as arrays: whether it is a forward, stage, micro-batch."""
+    """The units of a step in their common order, as arrays: place of the phase in `Phase`, stage, micro-batch."""
 
-    is_forward_U: Array
+    phase_U: Array
     stage_U: Array
     micro_batch_U: Array
 
@@ -96,13 +100,13 @@ class Pipeline:
 
     @property
     def renewing(self) -> int:
-        """The segment of what renews buffers; those before are the forwards, and the backwards, of all stages."""
-        return 2 * self.stages
+        """The segment of what renews buffers; those before are the forwards of all stages, and so on by phase."""
+        return len(Phase) * self.stages
 
     @property
     def updating(self) -> int:
         """The segment of updates, and of gathers of updated shares."""
-        return 2 * self.stages + 1
+        return self.renewing + 1
 
 
 def pipeline_of(
@@ -138,7 +142,7 @@ def _units(micro_batches: MicroBatches, groups: int, chunks: int) -> Units:
 
 def _as_arrays(units: Sequence[Unit]) -> Units:
     return Units(
-        np.array([unit.phase is Phase.FORWARD for unit in units]),
+        np.array([_PHASES.index(unit.phase) for unit in units], np.int64),
         np.array([unit.stage for unit in units], np.int64),
         np.array([unit.micro_batch for unit in units], np.int64),
     )
@@ -176,9 +180,23 @@ def with_acted_units(
     return replace(pipeline, units=_as_arrays(acted_order(micro_batches, times)))
 
 
-def unrolled(tasks: Tasks, sets: ResourceSets, device_count: int, pipeline: Pipeline) -> StepTasks:
-    """Return the tasks of a step from those of one micro-batch; all arrays are as long as there are tasks."""
-    segment_T = _segments(tasks, pipeline)
+def unrolled(
+    tasks: Tasks,
+    sets: ResourceSets,
+    device_count: int,
+    pipeline: Pipeline,
+    parts: PartCosts | None = None,
+) -> StepTasks:
+    """Return the tasks of a step from those of one micro-batch; all arrays are as long as there are tasks.
+
+    parts: of backwards that are divided, where the schedule has the gradients of weights apart.
+    """
+    segment_T, launch_ns_T = _segments(tasks, pipeline), _launches(tasks, device_count)
+    if parts is not None:
+        # Sums, too, stand a phase later.
+        tasks, segment_T, launch_ns_T = with_weight_parts(
+            tasks, segment_T, launch_ns_T, parts, _places(pipeline), pipeline.stages
+        )
     is_sum_T = tasks.kind == SYNCHRONIZE
     is_of_all_T = is_sum_T | (segment_T == pipeline.updating)
     source_N, micro_batch_N = _copies(segment_T, is_sum_T, pipeline)
@@ -203,7 +221,7 @@ def unrolled(tasks: Tasks, sets: ResourceSets, device_count: int, pipeline: Pipe
             subject=tasks.subject[source_N],
             part=tasks.part[source_N],
             size_bytes=tasks.size_bytes[source_N],
-            launched_ns=_launched_ns(tasks, source_N, computed, device_count),
+            launched_ns=_launched_ns(tasks, launch_ns_T, source_N, computed),
             pred_ptr=pred_ptr,
             pred=pred,
         ),
@@ -229,18 +247,25 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
     return segment_T[np.maximum.accumulate(places)]
 
 
+def _places(pipeline: Pipeline) -> Array:
+    """Return the place of each segment in the order of one micro-batch."""
+    stages = np.arange(pipeline.stages)
+    order = [stages, *(stages[::-1] + phase * pipeline.stages for phase in range(1, len(Phase)))]
+    places = np.empty(pipeline.updating + 1, np.int64)
+    places[np.concatenate([*order, [pipeline.renewing, pipeline.updating]])] = np.arange(len(places))
+    return places
+
+
 def _copies(segment_T: Array, is_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
     """Return the task of one micro-batch of each task of the step, and the micro-batch: the last, of what is once."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
     sizes_G = np.bincount(segment_T, minlength=pipeline.updating + 1)
-    order = np.concatenate(
-        [np.arange(stages), np.arange(2 * stages - 1, stages - 1, -1), [pipeline.renewing, pipeline.updating]]
-    )
+    order = np.argsort(_places(pipeline))
     first_G = np.empty_like(sizes_G)
     first_G[order] = np.cumsum(sizes_G[order]) - sizes_G[order]
     segments = np.concatenate(
         [
-            np.where(units.is_forward_U, units.stage_U, stages + units.stage_U),
+            units.phase_U * stages + units.stage_U,
             np.full(count, pipeline.renewing),
             [pipeline.updating],
         ]
@@ -317,18 +342,26 @@ def _with_device_order(
     return pred_ptr, pred
 
 
-def _launched_ns(tasks: Tasks, source_N: Array, computed: Array, device_count: int) -> Array:
-    """Return when the hosts have issued the tasks of the step; no host issues updates."""
-    launched_ns_N = np.zeros(len(source_N), np.int64)
-    if not tasks.launched_ns.any():
-        return launched_ns_N
-    is_issued_T = np.isin(tasks.kind, (FORWARD, BACKWARD, RECOMPUTE))
-    # By how much each lets its host be later than the one before it on its device.
-    once = _by_device(np.where(is_issued_T, tasks.resource_set, device_count), device_count)
+def _launches(tasks: Tasks, device_count: int) -> Array:
+    """Return by how much each task of one micro-batch lets its host be later; no host issues updates."""
     launch_ns_T = np.zeros(len(tasks.kind), np.int64)
+    if not tasks.launched_ns.any():
+        return launch_ns_T
+    is_issued_T = np.isin(tasks.kind, _ISSUED)
+    # Than it is with the one before it on its device.
+    once = _by_device(np.where(is_issued_T, tasks.resource_set, device_count), device_count)
     launch_ns_T[once] = np.diff(tasks.launched_ns[once], prepend=0)
     begins = once[np.diff(tasks.resource_set[once], prepend=-1) > 0]
     launch_ns_T[begins] = tasks.launched_ns[begins]
+    return launch_ns_T
+
+
+def _launched_ns(tasks: Tasks, launch_ns_T: Array, source_N: Array, computed: Array) -> Array:
+    """Return when the hosts have issued the tasks of the step."""
+    launched_ns_N = np.zeros(len(source_N), np.int64)
+    if not launch_ns_T.any():
+        return launched_ns_N
+    is_issued_T = np.isin(tasks.kind, _ISSUED)
     device = tasks.resource_set[source_N[computed]]
     sums_ns = np.cumsum(launch_ns_T[source_N[computed]])
     before_ns = np.concatenate([[0], sums_ns])[np.searchsorted(device, device)]

@@ -276,14 +276,19 @@ class Layout:
         pipeline = pipeline_of(
             self.builder.graph, self.configurations, self.micro_batches, self.groups.last_O
         )
-        self._account(pipeline)
+        self._account(pipeline, tasks)
         builder = self.builder
         added_ns = builder.accumulation.backward_ns(tasks, self.configurations, builder.sum_s_D)
+        parts = None
+        if self.micro_batches.splits_backward:
+            parts = builder.weight_parts.costs(tasks, self.configurations, builder.kind_of)
+            parts = parts._replace(weight_ns_T=parts.weight_ns_T + added_ns)
+            added_ns = np.where(parts.is_divided_T, 0, added_ns)
         tasks = tasks._replace(run_ns=tasks.run_ns + added_ns)
         device_count = len(builder.topology.devices)
         if self.micro_batches.schedule is Schedule.ACTORS and builder.topology.acts:
             pipeline = with_acted_units(pipeline, self.micro_batches, tasks, device_count, self._served)
-        return unrolled(tasks, resource_sets, device_count, pipeline)
+        return unrolled(tasks, resource_sets, device_count, pipeline, parts)
 
     def _served(self, tasks: Tasks) -> tuple[Array, Array]:
         """Return when each task of a step in one batch starts and ends, in program order."""
@@ -297,19 +302,21 @@ class Layout:
         resource_count = len(topology.devices) + len(topology.links)
         return len(tasks.kind), tasks, resource_sets, self.builder.contention_ppm_D, resource_count
 
-    def _account(self, pipeline: Pipeline) -> None:
+    def _account(self, pipeline: Pipeline, tasks: Tasks) -> None:
         """Find the peak memory of a step in micro-batches."""
         devices, stages, units = len(self.builder.topology.devices), pipeline.stages, pipeline.units
         memory = StageMemory(
             *(np.zeros(devices, np.int64) for _ in range(2)),
-            *(np.zeros((stages, devices), np.int64) for _ in range(2)),
+            *(np.zeros((stages, devices), np.int64) for _ in range(3)),
         )
+        if self.micro_batches.splits_backward:
+            memory.weight_SD[:] = self.builder.weight_parts.kept_SD(
+                tasks, self.configurations, pipeline.stage_O.tolist(), (stages, devices)
+            )
         statics = static_values(self.builder.graph)
         is_input_S = np.array([value.kind is ValueKind.INPUT for value in statics], np.bool_)
         account_stages(self.emission(), pipeline.stage_O, is_input_S, self.builder.state_tensors, memory)
-        find_step_peak(
-            units.is_forward_U, units.stage_U, memory, pipeline.micro_batches, self._derivation.peak_D
-        )
+        find_step_peak(units.phase_U, units.stage_U, memory, pipeline.micro_batches, self._derivation.peak_D)
 
     def emission(self) -> Emission:
         """Return what `assemble` emits the task graph from; valid until the next change."""

@@ -51,6 +51,7 @@ from search.cost.calls_to_profile import LocalCalls, rule_calls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.simulate.accumulation import GradientAccumulation
+from search.simulate.weight_parts import WeightParts
 
 if TYPE_CHECKING:
     from search.kernels.records import Machines, ResourceSets, Tasks
@@ -76,9 +77,12 @@ class TaskKind(IntEnum):
     BACKWARD_GATHER = 11
     UPDATE_GATHER = 12
     RECOMPUTE = 13
+    WEIGHT = 14
 
 
-COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE, TaskKind.RECOMPUTE)
+COMPUTE_KINDS = (
+    TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE, TaskKind.RECOMPUTE, TaskKind.WEIGHT,
+)  # fmt: skip
 
 
 # The arrays of `TaskGraph` that are those of kernels, in their order.
@@ -101,9 +105,9 @@ class TaskGraph:
 
     kind_T: `TaskKind`. run_ns_T: duration. origin_T: position in `search.cost.cost_table.ORIGINS`.
     resource_set_T: what the task holds, see `resources`.
-    subject_T: the operator of a forward (also one made again) or backward or before which weights are gathered, the
-        value of a transfer or collective (renewed buffers after the values that operators make), the bucket of its sum
-        or of the gather after its update, the device of an update.
+    subject_T: the operator of a forward (also one made again) or backward (also its weight part) or before which
+        weights are gathered, the value of a transfer or collective (renewed buffers after the values that operators
+        make), the bucket of its sum or of the gather after its update, the device of an update.
     part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
     launched_ns_T: when the host has issued the task at the earliest, which issues those of a device in program order.
@@ -208,6 +212,8 @@ class TaskGraph:
         kind = TaskKind(int(self.kind_T[task]))
         subject = int(self.subject_T[task])
         ends = self.ends(task)
+        if kind is TaskKind.WEIGHT:
+            return f"weight part of backward {operators[subject]}[{int(self.part_T[task])}]"
         if kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE):
             return f"{kind.name.lower()} {operators[subject]}[{int(self.part_T[task])}]"
         if kind is TaskKind.UPDATE:
@@ -308,6 +314,15 @@ class TaskGraphBuilder:
     def accumulation(self) -> GradientAccumulation:
         """What tasks add to the gradients of the micro-batches before."""
         return GradientAccumulation(self.graph, self.local_calls)
+
+    @cached_property
+    def weight_parts(self) -> WeightParts:
+        """The parts of backwards, for schedules that have the gradients of weights apart."""
+        return WeightParts(self.graph, self.store.classes.operators, self.costs, self.local_calls)
+
+    def kind_of(self, device: int) -> str:
+        """Return the name of a device's kind."""
+        return self.topology.devices[device].kind_name
 
     @cached_property
     def _update_costs(self) -> tuple[IntArray, IntArray]:

@@ -169,6 +169,10 @@ def test_a_checked_pipeline_runs_and_equals_the_network(
             ("3d-1x1x2", "--micro-batches", "4", "--schedule", "actors"),
             ("its schedule is actors", "must be one of gpipe, 1f1b, interleaved"),
         ),
+        (
+            ("3d-1x1x2-zero-bubble", "--micro-batches", "4"),
+            ("its schedule is zero-bubble", "must be one of gpipe, 1f1b, interleaved"),
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_pipeline_writes_nothing(

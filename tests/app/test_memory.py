@@ -109,6 +109,8 @@ def in_stages(graph: OperatorGraph, groups: int, chunks: int, micro_batches: Mic
         (Schedule.INTERLEAVED, 2, 2, 16),
         (Schedule.GPIPE, 2, 1, 8),
         (Schedule.ACTORS, 2, 1, 8),
+        (Schedule.ZERO_BUBBLE, 2, 1, 8),
+        (Schedule.ZERO_BUBBLE, 3, 1, 10),
     ],
 )
 def test_peaks_of_many_micro_batches_are_those_of_walking_all(

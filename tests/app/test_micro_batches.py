@@ -25,6 +25,7 @@ from app.services.search.search import run_search
 from graph.errors import DamagedDataError, StrategyError, UsageError
 from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Strategy
+from graph.zoo import build
 from runtime.jobs.job import Job, JobResult
 from search.space.baselines import data_parallel, fsdp
 from tests.app.conftest import USERS_NETWORK, Command
@@ -264,7 +265,7 @@ def test_a_strategy_of_one_batch_may_accumulate_gradients(command: Command, jobs
         (("--strategy", "zero", "--schedule", "gpipe"), "--schedule: is gpipe, must be left out for a step"),
         (
             ("--strategy", "zero", "--micro-batches", "2", "--schedule", "2f2b"),
-            "--schedule: is 2f2b, must be one of gpipe, 1f1b, interleaved",
+            "--schedule: is 2f2b, must be one of gpipe, 1f1b, interleaved, zero-bubble",
         ),
     ],
 )
@@ -513,3 +514,55 @@ def test_a_strategy_takes_micro_batches_and_keeps_its_schedule() -> None:
     shared: Strategy = fsdp(graph, 2).in_micro_batches(2)
     with pytest.raises(StrategyError, match="weights that are kept in shares"):
         shared.validate(graph, 2)
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_comparison_shows_micro_batches_where_there_are_several(command: Command) -> None:
+    run = ("run", "--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2", "--iterations", "1",
+           "--on-miss", "estimate", "--strategy")  # fmt: skip
+    assert command(*run, "data-parallel").code == 0
+    assert "schedule" not in command("compare").output
+    assert command(*run, "3d-1x1x2", "--micro-batches", "2").code == 0
+    assert "schedule" in command("compare").output
+    rows = command("compare", "--json").document["strategies"]
+    assert sorted((row["micro_batches"], row["schedule"]) for row in rows if row["executions"]) == [
+        (1, None),
+        (2, "1f1b"),
+    ]
+
+
+# Of the network's weights alone a device would need more, with gradients and Adam's state.
+LIMITED = """
+kinds:
+  Small: {processor: cpu, peak_flops: {float32: 100 GFLOP/s}, memory: %d B, memory_bandwidth: 10 GB/s,
+          launch_latency: 10 us}
+nodes:
+  count: 1
+  devices: {Small: 2}
+  interconnect: {type: switch, bandwidth: 1 GB/s, latency: 100 us}
+"""
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_network_that_fits_no_device_trains_in_what_a_search_finds(
+    command: Command, tmp_path: Path
+) -> None:
+    model = ("--model", "mlp", "--preset", "small", "--optimizer", "adam")
+    parts = sum(size.numel() for size in build("mlp", "small")[0].parameters())
+    limit = 4 * 4 * parts - 1
+    path = tmp_path / "limited.yaml"
+    path.write_text(LIMITED % limit)
+    divided = (*model, "--micro-batches", "2")
+    found = command("search", *divided, "--topology", str(path), "--proposals", "300", "--json").document
+    feasible = {prediction["name"]: prediction["feasible"] for prediction in found["predictions"]}
+    assert not feasible["data-parallel"]
+    assert not feasible["single-device"]
+    assert found["predictions"][0]["feasible"]
+    done = command(
+        "run", *model, "--device", "cpu", "--devices", "2", "--strategy", found["predictions"][0]["digest"],
+        "--iterations", "1", "--on-miss", "estimate", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done
+    peaks = [device["measured_peak_bytes"] for device in done.document["memory"]]
+    assert len(peaks) == 2
+    assert 0 < max(peaks) <= limit

@@ -24,9 +24,10 @@ from graph.schedule import (
 
 def in_flight(order: Sequence[Unit]) -> int:
     """Return how many micro-batches, of all its stages, a group has begun and not ended at most."""
+    last = Phase.WEIGHT if any(unit.phase is Phase.WEIGHT for unit in order) else Phase.BACKWARD
     most = now = 0
     for unit in order:
-        now += 1 if unit.phase is Phase.FORWARD else -1
+        now += (unit.phase is Phase.FORWARD) - (unit.phase is last)
         most = max(most, now)
     return most
 
@@ -39,6 +40,7 @@ def makespan(
     backward: float,
     transfer: float = 0,
     chunks: int = 1,
+    weight: float = 0,
 ) -> float:
     """Return when the last unit ends, where a unit waits for its group and for results that take `transfer`."""
     ended: dict[object, float] = {}
@@ -49,7 +51,7 @@ def makespan(
             ended[wait] + (transfer if wait.stage % groups != group else 0)
             for wait in waits_of(unit, groups * chunks)
         ]
-        taken = forward if unit.phase is Phase.FORWARD else backward
+        taken = {Phase.FORWARD: forward, Phase.BACKWARD: backward, Phase.WEIGHT: weight}[unit.phase]
         free[group] = ended[unit] = max([free[group], *ready]) + taken
     return max(free)
 
@@ -80,6 +82,46 @@ def test_micro_batches_in_flight_are_those_of_the_papers(
     assert flights == {Schedule.GPIPE: (count,) * groups, Schedule.ONE_F_ONE_B: in_turn}
 
 
+@pytest.mark.parametrize(
+    ("groups", "count", "forward", "backward", "weight", "published"),
+    [
+        (4, 8, 1, 1, 1, 27),
+        (4, 16, 1, 1, 1, 51),
+        (2, 4, 1, 1, 1, 13),
+        (4, 8, 2, 2, 1, 49),
+        (4, 8, 3, 3, 2, 76),
+    ],
+)
+def test_makespan_of_zero_bubble_is_that_of_its_paper(
+    groups: int, count: int, forward: int, backward: int, weight: int, published: int
+) -> None:
+    idle = (groups - 1) * (forward + backward - weight)
+    assert published == count * (forward + backward + weight) + idle
+    assert makespan(Schedule.ZERO_BUBBLE, groups, count, forward, backward, weight=weight) == published
+    whole = makespan(Schedule.ONE_F_ONE_B, groups, count, forward, backward + weight)
+    assert whole == published + (groups - 1) * 2 * weight
+
+
+@pytest.mark.parametrize(
+    ("groups", "count", "most"), [(4, 8, 4), (4, 16, 4), (2, 4, 2), (4, 2, 2), (1, 3, 1)]
+)
+def test_zero_bubble_has_as_many_micro_batches_in_flight_in_every_stage_as_1f1b_in_the_first(
+    groups: int, count: int, most: int
+) -> None:
+    orders = group_orders(MicroBatches(count, Schedule.ZERO_BUBBLE), groups)
+    assert [in_flight(order) for order in orders] == [most] * groups
+    assert in_flight(group_orders(MicroBatches(count), groups)[0]) == most
+
+
+def test_last_weight_parts_come_last_in_the_order_of_backwards() -> None:
+    """What they complete is summed over stages: a tied weight by the first one's unit."""
+    for groups, count in ((1, 2), (3, 2), (4, 9)):
+        order = common_order(MicroBatches(count, Schedule.ZERO_BUBBLE), groups)
+        assert list(order[-groups:]) == [
+            Unit(Phase.WEIGHT, stage, count - 1) for stage in reversed(range(groups))
+        ]
+
+
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
@@ -103,7 +145,8 @@ def test_common_order_has_each_unit_once_behind_all_that_it_waits_for(
     count = rounds * groups
     order = common_order(MicroBatches(count, schedule), groups, chunks)
     places = {unit: place for place, unit in enumerate(order)}
-    assert len(places) == len(order) == 2 * groups * chunks * count
+    phases = 3 if MicroBatches(count, schedule).splits_backward else 2
+    assert len(places) == len(order) == phases * groups * chunks * count
     for unit in order:
         assert all(places[wait] < places[unit] for wait in waits_of(unit, groups * chunks))
     for group, own in enumerate(group_orders(MicroBatches(count, schedule), groups, chunks)):
@@ -127,9 +170,12 @@ def test_common_order_is_by_the_ends_of_units_a_backward_twice_a_forward(
                 before = orders[group][: orders[group].index(unit)]
                 waits = [*before[-1:], *waits_of(unit, groups * chunks)]
                 start = max((ended[wait] for wait in waits), default=0)
-                ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
+                whole = 1 if schedule is Schedule.ZERO_BUBBLE else 2
+                ended[unit] = start + (whole if unit.phase is Phase.BACKWARD else 1)
     found = common_order(MicroBatches(count, schedule), groups, chunks)
-    assert list(found) == sorted(ended, key=lambda unit: (ended[unit], -unit.stage))
+    last = [unit for unit in ended if unit.phase is Phase.WEIGHT and unit.micro_batch == count - 1]
+    by_end = sorted(ended.keys() - set(last), key=lambda unit: (ended[unit], -unit.stage))
+    assert list(found) == [*by_end, *sorted(last, key=lambda unit: -unit.stage)]
 
 
 def test_gradients_of_the_last_micro_batch_come_last_in_every_stage() -> None:
@@ -157,7 +203,7 @@ def test_document_comes_back_and_one_micro_batch_is_left_out() -> None:
         ({"count": 2.0}, "count is 2.0, must be a whole number"),
         (
             {"count": 2, "schedule": "dualpipe"},
-            "schedule is dualpipe, must be one of gpipe, 1f1b, interleaved",
+            "schedule is dualpipe, must be one of gpipe, 1f1b, interleaved, zero-bubble",
         ),
         ({"count": 2, "order": "gpipe"}, "key order is unknown"),
     ],

@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from graph.axes import operand_regions
 from graph.intervals import volume
 from graph.operators import ValueKind
 from graph.plan import weight_placement
-from graph.schedule import MicroBatches, Phase, Unit
+from graph.schedule import MicroBatches, Phase, Schedule, Unit
 from graph.strategy import Sharding
 from graph.training import OPTIMIZER_STATE
-from search.simulate.saved_tensors import extra_bytes, lasting_outputs
+from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, lasting_outputs
 from tests.reference import simulate as reference
 from tests.reference.taskgraph import Deriver, Key, Task, nanoseconds
 
-COMPUTE = ("forward", "backward", "recompute", "update")
+COMPUTE = ("forward", "backward", "weight", "recompute", "update")
 RENEWALS = ("renew", "buffer collective")
 # A task of the step: its micro-batch, the last one of what is done once, and its name in one micro-batch.
 StepKey = tuple[int, Key]
@@ -36,7 +37,8 @@ class StepDeriver:
         self.deriver, self.plan = deriver, deriver.plan
         self.units = self.plan.units
         self.count = self.plan.strategy.micro_batches.count
-        self.once = [self.adding(task) for task in deriver.derive()]
+        self.splits = self.plan.strategy.micro_batches.schedule is Schedule.ZERO_BUBBLE
+        self.once = [part for task in deriver.derive() for part in self.in_parts(self.adding(task), task)]
         self.steps: list[StepTask] = []
         self.latest: dict[int, StepKey] = {}
         # By device, the renewals of the micro-batch before that no forward has waited for.
@@ -78,6 +80,64 @@ class StepDeriver:
                 ends[part] = max(ends.get(part, end), end)
         self.units = acted_units(self.plan.strategy.micro_batches, len(self.plan.stages), begins, ends)
 
+    def is_divided(self, index: int) -> bool:
+        """Whether the gradients of an operator's weights are made apart: it reads some, and no view of them."""
+        return self.splits and any(self.weight_slots(index))
+
+    def weight_slots(self, index: int) -> tuple[bool, ...]:
+        """Which inputs of an operator are weights that are trained."""
+        values = [
+            self.deriver.graph.value_by_name[name] for name in self.deriver.graph.operators[index].inputs
+        ]
+        return tuple(value.kind is ValueKind.WEIGHT and value.requires_gradient for value in values)
+
+    def part_cost(self, index: int, part: int, *, of_weights: bool) -> tuple[int, int]:
+        """Nanoseconds of a part of a backward, with its sums within a micro-batch, and of its launch."""
+        deriver, call = self.deriver, self.deriver.calls[index][part]
+        flags = [
+            flag and is_weight is of_weights
+            for flag, is_weight in zip(call.gradients, self.weight_slots(index), strict=True)
+        ]
+        if not any(flags):
+            return 0, 0
+        device = deriver.strategy.configurations[index].devices[part]
+        kind = deriver.topology.devices[device].kind_name
+        (cost,) = deriver.source.resolve([replace(call, gradients=tuple(flags))], kind)
+        assert cost is not None
+        taken_ns = nanoseconds(cost.backward_s)
+        for slot, flag in enumerate(flags):
+            readers = deriver.graph.readers[deriver.graph.operators[index].inputs[slot]]
+            later = [other for other, _ in readers[readers.index((index, slot)) + 1 :]]
+            if flag and any(deriver.graph.has_backward(deriver.graph.operators[other]) for other in later):
+                seconds, _ = deriver.source.update_cost("sgd", call.inputs[slot].dtype, kind)
+                taken_ns += nanoseconds(call.inputs[slot].elements * seconds)
+        return taken_ns, nanoseconds(cost.backward_launch_s)
+
+    def in_parts(self, task: Task, before: Task) -> list[Task]:
+        """Return a task as it is where backwards are divided; `before`: without the sums over micro-batches."""
+        kind = task.key[0]
+        if kind in ("synchronize", "update"):
+            waits = {
+                ("weight", *key[1:]) if key[0] == "backward" and self.is_divided(int(key[1])) else key
+                for key in task.predecessors
+            }
+            return [replace(task, predecessors=frozenset(waits))]
+        if kind != "backward" or not self.is_divided(int(task.key[1])):
+            return [task]
+        index, part = int(task.key[1]), int(task.key[2])
+        inputs_ns, _ = self.part_cost(index, part, of_weights=False)
+        weights_ns, _ = self.part_cost(index, part, of_weights=True)
+        sums = {key for key in task.predecessors if key[0] == "synchronize"}
+        return [
+            replace(task, run_ns=inputs_ns),
+            replace(
+                task,
+                key=("weight", index, part),
+                run_ns=weights_ns + task.run_ns - before.run_ns,
+                predecessors=frozenset({task.key, *sums}),
+            ),
+        ]
+
     def derive(self) -> list[StepTask]:
         """Return all tasks in program order."""
         for phase, stage, number in self.units:
@@ -108,12 +168,13 @@ class StepDeriver:
             return ("renewals", 0)
         if kind in ("update", "update gather"):
             return ("updates", 0)
-        return (Phase.BACKWARD.value, self.stage_of(self.after(key)))
+        of_weights = kind == "weight" or (self.splits and kind == "synchronize")
+        return ((Phase.WEIGHT if of_weights else Phase.BACKWARD).value, self.stage_of(self.after(key)))
 
     def after(self, key: Key) -> int:
         """The operator with whose backward a task of the backward stands."""
         kind = key[0]
-        if kind == "backward":
+        if kind in ("backward", "weight"):
             return int(key[1])
         if kind == "recompute":
             (last,) = [
@@ -155,7 +216,7 @@ class StepDeriver:
                 waits.add((number, key))
             elif (last, key) in there:
                 waits.add((last, key))
-            if kind in ("synchronize", "update") and key[0] == "backward":
+            if kind in ("synchronize", "update") and key[0] in ("backward", "weight"):
                 # The backwards of all micro-batches add to what is summed, or updated.
                 waits |= {(other, key) for other in range(self.count)}
         if kind in COMPUTE:
@@ -181,8 +242,11 @@ class StepDeriver:
         """Return a task as the slow simulation takes it."""
         kind, launch_ns = task.key[0], 0
         if kind in COMPUTE and kind != "update":
-            cost = self.deriver.cost(int(task.key[1]), int(task.key[2]))
+            index, part = int(task.key[1]), int(task.key[2])
+            cost = self.deriver.cost(index, part)
             launch_ns = nanoseconds(cost.backward_launch_s if kind == "backward" else cost.forward_launch_s)
+            if kind in ("backward", "weight") and self.is_divided(index):
+                _, launch_ns = self.part_cost(index, part, of_weights=kind == "weight")
         return reference.Task(
             run_ns=task.run_ns,
             predecessors=before,
@@ -206,6 +270,10 @@ class StepDeriver:
             now = most = 0
             for unit in self.plan.units:
                 size = kept.get((unit.stage, device), 0)
+                held = self.held_bytes(unit.stage, device)
+                if unit.phase is Phase.WEIGHT:
+                    now -= held
+                    continue
                 if unit.phase is Phase.FORWARD:
                     now += size
                     most = max(most, now)
@@ -214,9 +282,36 @@ class StepDeriver:
                     if self.stage_of(group.last) == unit.stage:
                         gone = self.kept_bytes(behind=group.last).get((unit.stage, device), 0)
                         most = max(most, now - gone + self.again_bytes(number, device))
-                now -= size
+                now += held - size
+                most = max(most, now)
             result.append(static[device] + self.count * inputs[device] + most)
         return result
+
+    def held_bytes(self, stage: int, device: int) -> int:
+        """Return what a stage keeps on a device of a micro-batch between the parts of its backward."""
+        deriver, plan = self.deriver, self.plan
+        tensors: dict[object, int] = {}
+        for index, operator in enumerate(plan.graph.operators):
+            configuration = plan.strategy.configurations[index]
+            if not self.is_divided(index) or self.stage_of(index) != stage:
+                continue
+            for part, other in enumerate(configuration.devices):
+                if other != device or not plan.active[index][part]:
+                    continue
+                call = deriver.calls[index][part]
+                tensors[index, part] = extra_bytes(call)
+                for position, spec in enumerate(call.outputs):
+                    # Its gradient, and itself where the backward reads it.
+                    size = prod(spec.shape) * spec.item_bytes
+                    tensors[index, part, "gradient", position] = size
+                    if keeps_output(operator):
+                        tensors[index, part, "output", position] = size
+                for slot in kept_inputs(operator, plan.graph.gradient_inputs(operator)):
+                    name, space = operator.inputs[slot], operator.space
+                    if plan.graph.value_by_name[name].kind is ValueKind.OPERATOR:
+                        region = operand_regions(space.axes, space.inputs[slot], configuration.degrees)[part]
+                        tensors[name, region] = prod(call.inputs[slot].shape) * call.inputs[slot].item_bytes
+        return sum(tensors.values())
 
     def static_bytes(self) -> tuple[list[int], list[int]]:
         """Return, by device, the bytes of weights and buffers, and of the inputs of one micro-batch."""
@@ -300,7 +395,7 @@ def acted_units(
     """
     credits_S, count = micro_batches.credits_of(stages), micro_batches.count
     ended: dict[Unit, int] = {}
-    done = {(phase, stage): 0 for phase in Phase for stage in range(stages)}
+    done = {(phase, stage): 0 for phase in (Phase.FORWARD, Phase.BACKWARD) for stage in range(stages)}
     free = [0] * stages
 
     def ready(phase: Phase, stage: int) -> int | None:

@@ -117,7 +117,7 @@ def test_random_groups_take_what_the_walk_says(pool: LocalPool, name: str, seed:
     check_against_a_run(pool, name, strategy, "momentum")
 
 
-@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE])
 @pytest.mark.parametrize("name", BATCHES)
 def test_micro_batches_take_what_the_walk_says(pool: LocalPool, name: str, schedule: Schedule) -> None:
     graph = graph_of(name, batch_size=BATCHES[name])

@@ -17,7 +17,7 @@ from graph.strategy import Configuration, Sharding, Strategy
 from graph.topology import Topology
 from graph.training import Training
 from search.algorithms.best_tracker import BestTracker
-from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.cost_table import CostSource, CostTable, OperatorCost, Origin
 from search.cost.link_costs import Curve, LinkCosts
 from search.evaluate.evaluator import evaluation
 from search.orders import ORDERS, Order
@@ -48,8 +48,7 @@ from tests.search.builders import (
 from tests.search.test_delta import BUCKET_BYTES, LINKS, TRAINING, builder_of
 from tests.search.test_recomputation import random_groups
 
-GPIPE, IN_TURN, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
-ACTORS = Schedule.ACTORS
+GPIPE, IN_TURN, INTERLEAVED, ZERO_BUBBLE, ACTORS = Schedule
 # The forward of a layer takes a unit, its backward two.
 UNIT_S, UNIT_NS = 1e-3, 1_000_000
 SAMPLES, WIDTH = 2, 4
@@ -80,7 +79,12 @@ def chain(layers: int, width: int = WIDTH) -> OperatorGraph:
 
 
 def pipelined(
-    count: int, micro_batches: MicroBatches, *, chunks: int = 1, transfer_s: float = 0.0
+    count: int,
+    micro_batches: MicroBatches,
+    *,
+    chunks: int = 1,
+    transfer_s: float = 0.0,
+    source: CostSource | None = None,
 ) -> Simulation:
     """Return the step of a chain of one layer a stage, stage s on device s modulo `count`."""
     graph = chain(count * chunks)
@@ -98,7 +102,7 @@ def pipelined(
         graph,
         Strategy(graph.digest, configurations, micro_batches=micro_batches),
         devices(count),
-        CostTable(UnitCosts()),
+        CostTable(UnitCosts() if source is None else source),
         Training(SAMPLES, optimizer="sgd"),
         links=LinkCosts(messages=messages),
         local_calls=local_calls,
@@ -160,6 +164,27 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(
     batches = rounds * count
     simulation = pipelined(count, MicroBatches(batches, INTERLEAVED), chunks=chunks)
     assert simulation.step_time_ns == 3 * (batches * chunks + count - 1) * UNIT_NS
+
+
+class PartCosts(UnitCosts):
+    """A linear layer computes one unit forward, and one for each part of its backward, also of the first layer."""
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:  # noqa: ARG002
+        costs: list[OperatorCost | None] = []
+        for call in calls:
+            is_layer = call.target == "aten.linear.default"
+            parts = sum(call.gradients[:2]) if is_layer else 0
+            costs.append(OperatorCost(UNIT_S if is_layer else 0.0, parts * UNIT_S, Origin.MEASURED))
+        return costs
+
+
+@pytest.mark.parametrize(("count", "batches", "published"), [(4, 8, 27), (4, 16, 51), (2, 4, 13), (3, 3, 11)])
+def test_makespan_of_zero_bubble_is_that_of_its_paper(count: int, batches: int, published: int) -> None:
+    zero_bubble = pipelined(count, MicroBatches(batches, ZERO_BUBBLE), source=PartCosts())
+    assert zero_bubble.step_time_ns == published * UNIT_NS
+    # The first layer's input needs no gradient, so that 1f1b has one unit less to do at its end.
+    in_turn = pipelined(count, MicroBatches(batches, IN_TURN), source=PartCosts())
+    assert in_turn.step_time_ns == (3 * (batches + count - 1) - 1) * UNIT_NS
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [(GPIPE, (8, 8, 8, 8)), (IN_TURN, (4, 3, 2, 1))], ids=str)

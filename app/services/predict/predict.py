@@ -34,6 +34,7 @@ from app.services.models.models import ImportedModel
 from app.services.predict.compiled_stretches import compiled_stretches, with_compiled_costs
 from app.services.predict.predicted_peaks import predicted_peaks
 from app.services.progress import Progress
+from graph.backward_parts import parts_of_backward
 from graph.calls import LocalCall
 from graph.canonical import canonical_json
 from graph.errors import UsageError
@@ -298,9 +299,13 @@ def executions_by_kind(setting: Setting, strategy: Strategy) -> dict[str, dict[L
         )
         by_id = {id(call): call for call in calls}
         for (kind_name, identity), number in tasks.items():
-            call = replace(by_id[identity], bindings=())
-            calls_of.setdefault(kind_name, {}).setdefault(call.digest, call)
-            counts[kind_name, call.digest] += count * number
+            whole = replace(by_id[identity], bindings=())
+            parts = (
+                parts_of_backward(graph, operator, whole) if strategy.micro_batches.splits_backward else ()
+            )
+            for call in (whole, *parts):
+                calls_of.setdefault(kind_name, {}).setdefault(call.digest, call)
+                counts[kind_name, call.digest] += count * number
     return {
         kind_name: {call: counts[kind_name, name] for name, call in of_kind.items()}
         for kind_name, of_kind in calls_of.items()

@@ -143,6 +143,9 @@ class Subjects:
         kind = TaskKind(int(self._tasks.kind_T[task]))
         number = int(self._tasks.subject_T[task])
         match kind:
+            case TaskKind.WEIGHT:
+                # As recorded: autograd tells no part of a backward from the other.
+                return "backward", self._operators[number]
             case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.RECOMPUTE:
                 return kind.name.lower(), self._operators[number]
             case TaskKind.UPDATE:

@@ -75,6 +75,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
             strategy=samples.strategy(scene.graph_id, number).digest,
             source=source,
             device_count=2,
+            micro_batches=1,
+            schedule=None,
             **{**shares, **values},  # type: ignore[arg-type]
         )
 
