@@ -19,6 +19,7 @@ from graph.operators import (
     argument_from_json,
     argument_to_json,
 )
+from graph.substitutions.substitution import substitutions_from_json, substitutions_to_json
 
 
 def graph_to_document(graph: OperatorGraph) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def graph_to_document(graph: OperatorGraph) -> dict[str, Any]:
         "aliases": [list(pair) for pair in graph.aliases],
         "unsplit": [list(pair) for pair in graph.unsplit],
         "batch_norm": graph.batch_norm,
+        "substitutions": substitutions_to_json(graph.substitutions),
     }
 
 
@@ -87,6 +89,7 @@ def graph_from_document(document: dict[str, Any]) -> OperatorGraph:
         aliases=_pairs(document["aliases"]),
         unsplit=_pairs(document["unsplit"]),
         batch_norm=document["batch_norm"],
+        substitutions=substitutions_from_json(document["substitutions"]),
     )
     graph.validate()
     if graph.digest != document["digest"]:

@@ -17,18 +17,19 @@ from torch.export.graph_signature import InputKind, OutputKind
 from graph.axes import operand_regions
 from graph.errors import ImportFailure, NeedsDataError
 from graph.importing import locations
-from graph.importing.building import DraftOperator, GraphBuilder, Ref, spec_of
+from graph.importing.building import DraftOperator, GraphBuilder, Ref
 from graph.importing.drawing import DRAWERS
 from graph.importing.exporting import export, qualified_name
+from graph.importing.finishing import finished
 from graph.importing.functional import FunctionalProgram
 from graph.importing.lowering import Lowered, Lowering
 from graph.importing.outputs import Outputs, find_outputs
-from graph.importing.propagation import refined_spaces
 from graph.importing.recurrent import RECURRENT
 from graph.importing.rewriting import REWRITERS
+from graph.importing.specs import spec_of
 from graph.importing.unrolling import UNROLLERS
 from graph.intervals import full_region
-from graph.operators import FLOATING, Operator, OperatorGraph, Value, ValueKind
+from graph.operators import OperatorGraph, ValueKind
 from graph.rules import rule_for
 
 BATCH_NORM_MODES = ("synchronized", "local")
@@ -148,7 +149,10 @@ def _imported(
         raise ImportFailure(
             f"model {name}: the loss depends on no trainable weight, must depend on one; check requires_grad"
         )
-    return (_finish(builder, inputs, loss, updates, aliases, batch_norm), program, lowering.environment)
+    graph = finished(
+        builder, inputs=inputs, loss=loss, updates=updates, aliases=aliases, batch_norm=batch_norm
+    )
+    return graph, program, lowering.environment
 
 
 def _lower(lowering: Lowering, node: fx.Node) -> None:
@@ -359,47 +363,3 @@ def _stop_gradients(builder: GraphBuilder, loss: str) -> None:
     for name, value in builder.values.items():
         if name not in needed:
             value.requires_gradient = False
-
-
-def _finish(
-    builder: GraphBuilder,
-    inputs: tuple[str, ...],
-    loss: str,
-    updates: tuple[tuple[str, str], ...],
-    aliases: tuple[tuple[str, str], ...],
-    batch_norm: str,
-) -> OperatorGraph:
-    spaces, conflicts = refined_spaces(builder)
-    unsplit = []
-    operators = []
-    for draft, space in zip(builder.operators, spaces, strict=True):
-        reason = builder.unsplit_reason(draft) or conflicts.get(draft.name)
-        if reason is not None:
-            unsplit.append((draft.name, reason))
-        operators.append(
-            Operator(
-                draft.name,
-                draft.target,
-                draft.arguments,
-                draft.inputs,
-                draft.outputs,
-                space,
-                builder.splittable(draft),
-            )
-        )
-    graph = OperatorGraph(
-        name=builder.model,
-        operators=tuple(operators),
-        values=tuple(
-            Value(name, value.spec, value.kind, value.requires_gradient and value.spec.dtype in FLOATING)
-            for name, value in builder.values.items()
-        ),
-        inputs=inputs,
-        loss=loss,
-        buffer_updates=updates,
-        aliases=tuple(pair for pair in aliases if pair[1] in builder.values),
-        unsplit=tuple(unsplit),
-        batch_norm=batch_norm,
-    )
-    graph.validate()
-    return graph

@@ -17,6 +17,7 @@ from graph.aliasing import may_alias
 from graph.axes import IterationSpace
 from graph.canonical import digest
 from graph.errors import GraphError
+from graph.substitutions.substitution import Substitution
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -149,6 +150,7 @@ class OperatorGraph:
 
     `buffer_updates` maps a buffer's name to the value that replaces it after the step.
     `unsplit` names operators that have no rule and run whole, and views whose sizes do not factor, each with why.
+    `substitutions` were applied to the graph that was imported, in this order (`graph.substitutions`).
     """
 
     name: str
@@ -160,6 +162,7 @@ class OperatorGraph:
     aliases: tuple[tuple[str, str], ...] = ()
     unsplit: tuple[tuple[str, str], ...] = ()
     batch_norm: str = "synchronized"
+    substitutions: tuple[Substitution, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -176,6 +179,16 @@ class OperatorGraph:
     def index_by_name(self) -> dict[str, int]:
         """Positions of operators in topological order, by name."""
         return {operator.name: index for index, operator in enumerate(self.operators)}
+
+    @cached_property
+    def draw_numbers(self) -> dict[str, int]:
+        """For each operator, the number by which it draws random numbers: the place of its first output among all.
+
+        Substitutions leave values where they are, so that an operator that stays draws the same as before.
+        """
+        made = [value.name for value in self.values if value.kind is ValueKind.OPERATOR]
+        places = {name: place for place, name in enumerate(made)}
+        return {operator.name: places[operator.outputs[0]] for operator in self.operators}
 
     @cached_property
     def producer(self) -> dict[str, tuple[int, int]]:

@@ -36,6 +36,7 @@ from graph.schedule import (
     micro_batches_from_json,
     micro_batches_to_json,
 )
+from graph.substitutions.substitution import substitutions_from_json, substitutions_to_json
 from graph.synchronization import (
     BY_DEFAULT,
     Policy,
@@ -124,7 +125,8 @@ class Strategy:
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
         """Return the strategy as a document for humans: degrees by axis name, degrees of one left out.
 
-        So are weights of which nothing is shared, and whatever else the strategy says nothing of.
+        So are weights of which nothing is shared, and whatever else the strategy says nothing of. With it stand the
+        substitutions that its graph has.
         """
         names = [operator.name for operator in graph.operators]
         shared = {
@@ -138,6 +140,7 @@ class Strategy:
             "collective_algorithms": algorithms_to_json(self.collective_algorithms),
             "synchronization": synchronization_to_json(self.synchronization),
             "micro_batches": micro_batches_to_json(self.micro_batches),
+            "substitutions": substitutions_to_json(graph.substitutions),
         }
         return {
             **{key: said for key, said in optional.items() if said},
@@ -306,13 +309,17 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     check_format(document, "strategy file")
     keys = (
         "collective_algorithms", "compiled", "format", "graph", "micro_batches", "operators", "recomputation",
-        "sharding", "synchronization",
+        "sharding", "substitutions", "synchronization",
     )  # fmt: skip
     _check_keys("strategy file", document, keys)
     if document.get("graph") != graph.digest:
         raise StrategyError(
             f"strategy file: is for graph {shown(document.get('graph'))[:12]}, must be for {graph.name} "
             f"({graph.digest[:12]}); pass the model and sizes that it was made for"
+        )
+    if substitutions_from_json(document.get("substitutions", [])) != graph.substitutions:
+        raise StrategyError(
+            f"strategy file: its substitutions are not those of {graph.name}, must be; import the model with them"
         )
     entries = document.get("operators")
     if not isinstance(entries, Mapping):

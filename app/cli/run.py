@@ -90,6 +90,14 @@ def run(
             "Default: what the strategy says.",
         ),
     ] = False,
+    substitute: Annotated[
+        bool,
+        typer.Option(
+            "--substitute",
+            help="Apply every substitution that the network allows (see app models show --substitutions); of a "
+            "baseline. Default: those of the strategy.",
+        ),
+    ] = False,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -153,6 +161,7 @@ def run(
         gpus=gpus,
         optimizer=optimizer,
         batch_norm=batch_norm,
+        substitute=substitute,
         iterations=iterations,
         warmup=warmup,
         seed=seed,

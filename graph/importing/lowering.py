@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from graph.errors import ImportFailure
-from graph.importing.building import GraphBuilder, Ref, spec_of
+from graph.importing.building import GraphBuilder, Ref
+from graph.importing.specs import spec_of
 from graph.operators import FLOATING, Argument, TensorSpec
 from graph.rules.common import positive
 from graph.rules.reductions import MEAN

@@ -11,8 +11,9 @@ from typing import Any
 from torch import fx
 
 from graph.errors import ImportFailure
-from graph.importing.building import Ref, spec_of
+from graph.importing.building import Ref
 from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering
+from graph.importing.specs import spec_of
 from graph.operators import Argument, TensorSpec
 
 # Cells that one call may become: more make a graph that a search goes through slowly.

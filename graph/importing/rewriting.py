@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from graph.importing.building import Ref, spec_of
+from graph.importing.building import Ref
 from graph.importing.lowering import (
     Arguments,
     Lowered,
@@ -17,6 +17,7 @@ from graph.importing.lowering import (
     plain,
     reshaped,
 )
+from graph.importing.specs import spec_of
 from graph.operators import Argument, TensorSpec
 from graph.rules.common import positive
 

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from graph.errors import ImportFailure
-from graph.importing.building import Ref, spec_of
+from graph.importing.building import Ref
 from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering, mean_of_targets, plain, reshaped
+from graph.importing.specs import spec_of
 from graph.rules.common import positive
 from graph.rules.reductions import MEAN
 

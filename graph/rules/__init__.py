@@ -201,11 +201,10 @@ def _call(
         call = LocalCall(own.target, own.arguments, own.inputs, own.outputs, gradients)
     else:
         call = rule_for(operator.target).localize(own, piece, gradients)
-    number = graph.index_by_name[operator.name]
-    if graph.rereads_weights[number]:
+    if graph.rereads_weights[graph.index_by_name[operator.name]]:
         call = replace(call, warm=True)
     if operator.target in DRAWING:
-        call = replace(call, bindings=(*call.bindings, ("operator", number)))
+        call = replace(call, bindings=(*call.bindings, ("operator", graph.draw_numbers[operator.name])))
     return call
 
 

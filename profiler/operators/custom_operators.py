@@ -30,91 +30,16 @@ from profiler.operators.counter_rng import dropout, keep_mask, random_numbers, w
 from profiler.operators.dtypes import HALVES, sum_dtype, torch_dtype
 from profiler.operators.gather_scatter import embedding_bag, gather, ragged_embedding_bag, scatter
 from profiler.operators.likelihoods import nll_loss, nll_sums, weight_of_targets
+from profiler.operators.merged import merged_convolution, merged_linear
 from profiler.operators.transposed import conv_transpose
+from profiler.operators.windows import avg_pool, convolution, max_pool
 
 if TYPE_CHECKING:
     from profiler.operators.compiling import ExecutionContext
 
-# Pairs of padding (before, after), one a spatial dim.
-Pairs = Sequence[Sequence[int]]
-
 NEED_CONTEXT = frozenset(
     f"soapstone.{name}" for name in ("dropout", "attention", "random", "constant", "arange")
 )
-
-
-def _padded(values: torch.Tensor, padding: Pairs, fill: float = 0.0) -> tuple[torch.Tensor, list[int]]:
-    """Pad the spatial dims whose ends differ, or that are empty; return the values and the padding left to do."""
-    widths: list[int] = []
-    left: list[int] = []
-    sizes = values.shape[values.dim() - len(padding) :]
-    for (before, after), size in zip(reversed(list(padding)), reversed(sizes), strict=True):
-        symmetric = before == after and size > 0
-        widths += [0, 0] if symmetric else [before, after]
-        left.append(before if symmetric else 0)
-    return functional.pad(values, widths, value=fill), left[::-1]
-
-
-def _convolution(
-    function: Callable[..., torch.Tensor],
-    input: torch.Tensor,  # noqa: A002 - ATen's name
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Pairs,
-    dilation: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
-    values, symmetric = _padded(input, padding)
-    return function(values, weight, bias, stride, symmetric, dilation, groups)
-
-
-def _max_pool(
-    function: Callable[..., torch.Tensor],
-    self: torch.Tensor,
-    *,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Pairs,
-    dilation: Sequence[int],
-    ceil_mode: bool,
-) -> torch.Tensor:
-    values, symmetric = _padded(self, padding, float("-inf"))
-    return function(values, kernel_size, stride or kernel_size, symmetric, dilation, ceil_mode)
-
-
-def _avg_pool(
-    function: Callable[..., torch.Tensor],
-    self: torch.Tensor,
-    *,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Pairs,
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None = None,
-) -> torch.Tensor:
-    spatial = len(padding)
-    kernels = (
-        list(kernel_size) * (spatial // len(kernel_size)) if len(kernel_size) != spatial else kernel_size
-    )
-    strides = list(stride or kernels)
-    strides = strides * (spatial // len(strides)) if len(strides) != spatial else strides
-    if count_include_pad or divisor_override is not None:
-        values, symmetric = _padded(self, padding)
-        if divisor_override is None:
-            return function(values, kernels, strides, symmetric, ceil_mode)
-        return function(values, kernels, strides, symmetric, ceil_mode, divisor_override=divisor_override)
-    # Padding does not count: pad everything, average, and correct by how many inputs each window holds.
-    widths = [width for pair in reversed(list(padding)) for width in pair]
-    averages = function(functional.pad(self, widths), kernels, strides, 0, ceil_mode)
-    for dim, ((before, _), kernel, step) in enumerate(zip(padding, kernels, strides, strict=True)):
-        size = self.shape[dim - spatial]
-        starts = torch.arange(averages.shape[dim - spatial], device=self.device) * step - before
-        inside = (starts + kernel).clamp(max=size) - starts.clamp(min=0)
-        factor = kernel / inside.to(self.dtype)
-        averages = averages * factor.view(-1, *([1] * (spatial - 1 - dim)))
-    return averages
 
 
 def _embedding(
@@ -368,15 +293,15 @@ def _grouped_product_at_once(
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "conv1d": partial(_convolution, torch.conv1d),
-    "conv2d": partial(_convolution, torch.conv2d),
-    "conv3d": partial(_convolution, torch.conv3d),
-    "max_pool1d": partial(_max_pool, torch.max_pool1d),
-    "max_pool2d": partial(_max_pool, torch.max_pool2d),
-    "max_pool3d": partial(_max_pool, torch.max_pool3d),
-    "avg_pool1d": partial(_avg_pool, functional.avg_pool1d),
-    "avg_pool2d": partial(_avg_pool, functional.avg_pool2d),
-    "avg_pool3d": partial(_avg_pool, functional.avg_pool3d),
+    "conv1d": partial(convolution, torch.conv1d),
+    "conv2d": partial(convolution, torch.conv2d),
+    "conv3d": partial(convolution, torch.conv3d),
+    "max_pool1d": partial(max_pool, torch.max_pool1d),
+    "max_pool2d": partial(max_pool, torch.max_pool2d),
+    "max_pool3d": partial(max_pool, torch.max_pool3d),
+    "avg_pool1d": partial(avg_pool, functional.avg_pool1d),
+    "avg_pool2d": partial(avg_pool, functional.avg_pool2d),
+    "avg_pool3d": partial(avg_pool, functional.avg_pool3d),
     "conv_transpose1d": partial(conv_transpose, torch.conv_transpose1d),
     "conv_transpose2d": partial(conv_transpose, torch.conv_transpose2d),
     "conv_transpose3d": partial(conv_transpose, torch.conv_transpose3d),
@@ -392,6 +317,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rnn_tanh_cell": partial(_rnn_cell, torch.tanh),
     "rnn_relu_cell": partial(_rnn_cell, torch.relu),
     "attention": attention,
+    "merged_linear": merged_linear,
+    **dict.fromkeys(("merged_conv1d", "merged_conv2d", "merged_conv3d"), merged_convolution),
     "mean": _mean,
     "cross_entropy_sums": _cross_entropy_sums,
     "ratio": _ratio,

@@ -120,7 +120,7 @@ class GraphRandomNumbers:
         if dropped is None:
             return compile_call(whole_call(self._graph, operator))((), self._context)[0]
         region, shape = whole_region(self._shape(operator))
-        key = (self._context.seed, self._context.step, self._graph.index_by_name[operator.name])
+        key = (self._context.seed, self._context.step, self._graph.draw_numbers[operator.name])
         return keep_mask(region, shape, dropped, key, self._context.device)
 
 

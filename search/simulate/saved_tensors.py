@@ -17,6 +17,7 @@ from graph.aliasing import base_name
 from graph.calls import LocalCall
 from graph.operator_ranges import OperatorRanges, group_numbers
 from graph.operators import Operator, OperatorGraph
+from graph.rules.common import slots_in
 from search.space.groups import is_view
 
 _NOTHING = frozenset(
@@ -42,7 +43,7 @@ _INPUTS = frozenset(
     adaptive_avg_pool2d adaptive_avg_pool3d layer_norm rms_norm group_norm instance_norm batch_norm batch_norm_apply
     moments glu prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div scaled_dot_product_attention attention
-    grouped_mm pow ratio
+    grouped_mm pow ratio merged_linear merged_conv1d merged_conv2d merged_conv3d
     """.split()  # noqa: SIM905
 )
 # Of these an input is kept where another one has a gradient.
@@ -158,7 +159,7 @@ def kept_bytes(outputs: Lasting, call: LocalCall) -> tuple[int, int]:
 
 
 def extra_bytes(call: LocalCall) -> int:
-    """Return the bytes that a call's backward needs beside inputs and outputs: masks, indexes, gates, probabilities."""
+    """Return the bytes that a call's backward needs beside inputs and outputs: masks, indexes, gates, probabilities, weights joined."""
     name = base_name(call.target)
     if name == "dropout":
         return call.outputs[0].elements
@@ -168,6 +169,10 @@ def extra_bytes(call: LocalCall) -> int:
         return _GATES[name] * call.outputs[0].size_bytes
     if name in ("cross_entropy_loss", "cross_entropy_sums"):
         return call.inputs[0].size_bytes
+    if name.startswith("merged_"):
+        # The weights as one; biases are not kept.
+        weights = slots_in(dict(call.arguments)["weights"])
+        return sum(call.inputs[slot].size_bytes for slot in weights)
     if name == "attention" and dict(call.arguments).get("dropout_p"):
         # Probabilities before and after dropout, and its mask.
         scores = prod(call.inputs[0].shape[:-1]) * call.inputs[1].shape[-2]

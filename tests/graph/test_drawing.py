@@ -153,7 +153,7 @@ def test_distribution_parameters_get_no_gradient_and_reparameterized_draws_do() 
     module, x = Encoder().double(), torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).double()
     graph = import_module(module, [x], name="encoder")
     gradients = interpret(graph, dict(module.named_parameters()), {}, [x], ExecutionContext()).gradients
-    number = graph.index_by_name["randn_like.draw"]
+    number = graph.draw_numbers["randn_like.draw"]
     region = ((0, 6),), ((0, 5),)
     noise = random_numbers("normal", region, (6, 5), (0, 0, number), (torch.float64, torch.device("cpu")))
     torch.testing.assert_close(gradients["mean"], x)

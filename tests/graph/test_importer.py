@@ -343,7 +343,7 @@ def test_dropped_channels_are_draws_of_ours() -> None:
     graph = import_module(module, [x], name="dropout2d")
     step = interpret(graph, dict(module.named_parameters()), {}, [x], ExecutionContext(seed=2))
     shape = (2, 4, 1, 1)
-    key = (2, 0, graph.index_by_name["bernoulli.draw"])
+    key = (2, 0, graph.draw_numbers["bernoulli.draw"])
     kind = (torch.float64, torch.device("cpu"))
     keep = random_numbers("uniform", full_region(shape), shape, key, kind) < 0.6
     expected = (conv(x) * keep / 0.6).sum()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from app.services.models.models import ImportedModel, ModelRequest, in_micro_batches
 from app.services.progress import Progress
 from graph.errors import UsageError
 from graph.rules.batch_norm import STATISTICS
 from graph.schedule import MicroBatches, check_micro_batches, micro_batches_from_json
+from graph.substitutions.substitution import substitutions_from_json
 
 
 def model_for(model: ModelRequest, document: object, *, asked: int | None, where: str) -> ModelRequest:
     """Return a model with the micro-batches that are asked for, else with those of a strategy's document.
+
+    It has the substitutions of the document.
 
     Args:
         model: the model.
@@ -29,6 +33,8 @@ def model_for(model: ModelRequest, document: object, *, asked: int | None, where
             f"--micro-batches: is {asked}, must be {stored.count} for strategy {where}, which is made for so many; "
             "leave it out"
         )
+    if isinstance(document, Mapping):
+        model = replace(model, substitutions=substitutions_from_json(document.get("substitutions", [])))
     return in_micro_batches(model, stored.count if asked is None else asked)
 
 

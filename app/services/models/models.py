@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,6 +15,7 @@ from app.services.models import graph_cache, trust
 from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, UsageError
 from graph.operators import OperatorGraph
 from graph.schedule import MOST_MICRO_BATCHES
+from graph.substitutions.substitution import Substitution, substitutions_from_json, substitutions_to_json
 from graph.texts import shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
@@ -36,6 +37,7 @@ class ModelRequest:
     `batch_size` None means the preset's (or what the user's factory takes by default); `folder` is where a user's
     module is looked for, last, after everything installed. `precision` is one of `graph.training.PRECISIONS`.
     micro_batches: in how many parts a step goes through its batch; the graph is of one of them (`graph.schedule`).
+    substitutions: which the imported graph is rewritten by (`graph.substitutions`).
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModelRequest:
     folder: str = ""
     precision: str = "float32"
     micro_batches: int = 1
+    substitutions: tuple[Substitution, ...] = ()
 
     @property
     def is_zoo(self) -> bool:
@@ -61,6 +64,8 @@ class ModelRequest:
             document["precision"] = dtype
         if self.micro_batches != 1:
             document["micro_batches"] = self.micro_batches
+        if self.substitutions:
+            document["substitutions"] = substitutions_to_json(self.substitutions)
         return document
 
     @property
@@ -208,10 +213,11 @@ def stored_request(document: object, where: str) -> ModelRequest:
     """
     if not _is_model(document):
         raise DamagedDataError(
-            f"{where}: its model is no JSON object of name, preset, batch_size, precision and micro_batches, must be; "
-            "restore the database from a copy"
+            f"{where}: its model is no JSON object of name, preset, batch_size, precision, micro_batches and "
+            "substitutions, must be; restore the database from a copy"
         )
-    request = ModelRequest(**document)
+    substitutions = substitutions_from_json(document.get("substitutions", []))
+    request = ModelRequest(**{**document, "substitutions": substitutions})
     if request.is_zoo:
         zoo_entry(request.name)
         return request
@@ -219,7 +225,7 @@ def stored_request(document: object, where: str) -> ModelRequest:
 
 
 def _is_model(document: object) -> TypeGuard[Mapping[str, Any]]:
-    keys = {"name", "preset", "batch_size", "precision", "micro_batches"}
+    keys = {"name", "preset", "batch_size", "precision", "micro_batches", "substitutions"}
     if not (isinstance(document, Mapping) and "name" in document and document.keys() <= keys):
         return False
     texts = [document[key] for key in ("name", "preset") if key in document]
@@ -372,6 +378,9 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
         UsageError: there is no such network.
         ImportFailure: it cannot be exported, or returns no scalar loss.
     """
+    if request.substitutions:
+        plain = import_graph(replace(request, substitutions=()), batch_norm=batch_norm)
+        return rewritten_model(plain, request.substitutions)
     key = graph_cache.key_of(request, batch_norm)
     if key is None:
         return _exported(request, batch_norm)
@@ -380,6 +389,25 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
     model = _exported(request, batch_norm)
     graph_cache.save(key, model.graph, model.batch_size)
     return model
+
+
+def rewritten_model(model: ImportedModel, substitutions: Sequence[Substitution]) -> ImportedModel:
+    """Return a model with substitutions applied to its graph, which none have been applied to.
+
+    Raises:
+        StrategyError: one cannot be applied.
+    """
+    from graph.substitutions.rewriting import rewritten
+
+    graph = rewritten(model.graph, substitutions)
+    return replace(model, request=replace(model.request, substitutions=graph.substitutions), graph=graph)
+
+
+def with_all_substitutions(model: ImportedModel) -> ImportedModel:
+    """Return a model with every substitution applied that its graph, as imported, allows."""
+    from graph.substitutions.rewriting import matches
+
+    return rewritten_model(model, matches(model.graph))
 
 
 @rare_collection()
@@ -412,10 +440,12 @@ def _built_on(device: str, request: ModelRequest, batch_norm: str) -> tuple[Buil
     import torch
 
     from graph.importer import import_module
+    from graph.substitutions.rewriting import rewritten
 
     with torch.device(device):
         built = build_model(**graph_keywords(request))
-    return built, import_module(*built, name=graph_name(request), batch_norm=batch_norm)
+    graph = import_module(*built, name=graph_name(request), batch_norm=batch_norm)
+    return built, rewritten(graph, request.substitutions)
 
 
 def graph_name(request: ModelRequest) -> str:

@@ -17,11 +17,16 @@ from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
 from app.services.costs.topologies import LOCAL
 from app.services.models.micro_batches import check_graph
-from app.services.models.models import ImportedModel, ModelRequest, import_graph
+from app.services.models.models import (
+    ImportedModel,
+    ModelRequest,
+    import_graph,
+    with_all_substitutions,
+)
 from app.services.predict.all_reduces import all_reduce_choices, shown_all_reduces
 from app.services.predict.compiled_stretches import check_compiler, with_all_stretches
 from app.services.predict.micro_batch_report import micro_batch_report
-from app.services.predict.named_strategies import named_strategy
+from app.services.predict.named_strategies import follows_graph, named_strategy
 from app.services.predict.predict import Setting, Target, find_target, predict, prepare
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
@@ -59,6 +64,7 @@ class RunRequest:
     compile_stretches: compile whatever is between one communication and the next; else what the strategy says.
     synchronization: in which pieces and in which order gradients are summed; None: as the strategy says.
     micro_batches, schedule: the parts that the batch is gone through in, and their order; None: as the strategy says.
+    substitute: apply every substitution that there is; of a strategy that follows the graph.
     """
 
     model: ModelRequest
@@ -82,6 +88,7 @@ class RunRequest:
     synchronization: Synchronization | None = None
     micro_batches: int | None = None
     schedule: Schedule | None = None
+    substitute: bool = False
 
 
 def run_strategy(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
@@ -128,6 +135,11 @@ def _check(request: RunRequest) -> None:
     check_choice(request.recompute)
     if request.compile_stretches:
         check_compiler()  # before the import
+    if request.substitute and not follows_graph(request.strategy):
+        raise UsageError(
+            f"--substitute: is for a baseline, must be left out with strategy {request.strategy}, whose operators are "
+            "what they are; leave it out"
+        )
     if request.limit_s is not None and not 0 < request.limit_s < LONGEST_TIMEOUT_S:
         raise UsageError(
             f"--limit: is {request.limit_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
@@ -170,6 +182,8 @@ def _limited(limit_s: float | None) -> Iterator[None]:
 def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
     with progress.stage(f"importing {request.model.name}"):
         model = import_graph(request.model, batch_norm=request.batch_norm)
+    if request.substitute:
+        model = with_all_substitutions(model)
     check_graph(model, progress)
     return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
 

@@ -12,6 +12,7 @@ from app.services.models.models import ModelRequest, stored_request
 from app.services.predict.predict import Setting
 from app.services.search.start_strategies import StartStrategy
 from graph.errors import UsageError
+from graph.substitutions.substitution import substitutions_to_json
 from graph.topology import Processor
 from search.algorithms import registry
 from search.algorithms.mcmc import SearchOptions
@@ -128,6 +129,9 @@ def search_record(
         del document["model"]["micro_batches"]
     if request.schedule is None:
         del document["schedule"]
+    document["model"]["substitutions"] = substitutions_to_json(request.model.substitutions)
+    if not request.model.substitutions:
+        del document["model"]["substitutions"]
     return SearchRecord(
         graph_id=setting.graph_id,
         topology_id=setting.topology_id,

@@ -1,0 +1,1 @@
+"""Algebraic substitutions: which there are, what they rewrite, why they are right."""

@@ -1,0 +1,123 @@
+"""Rewritten graphs against those that were imported: the same loss, gradients and buffers, under the same names."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from graph.importer import import_module
+from graph.operators import OperatorGraph
+from graph.rules import local_calls
+from graph.substitutions.rewriting import matches, rewritten
+from graph.substitutions.substitution import Substitution
+from graph.zoo import build
+from profiler.operators import ExecutionContext
+from runtime.jobs.models import tensors_of
+from runtime.jobs.verified_program import in_double, in_double_on
+from runtime.jobs.verify import execute, interpret
+
+
+class Heads(nn.Module):
+    """Three linear layers and, of the same input, three convolutions of unequal channels."""
+
+    def __init__(self, biased: bool) -> None:  # noqa: FBT001
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(6, size, bias=biased) for size in (4, 4, 4))
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(6, size, 3, stride=(1, 2), padding=(1, 2), bias=biased) for size in (3, 5, 2)
+        )
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the squares of all results, each with a factor of its own."""
+        last = image.movedim(1, -1)
+        results = [*(linear(last) for linear in self.linears), *(one(image) for one in self.convolutions)]
+        total = image.new_zeros(())
+        for number, result in enumerate(results):
+            total = total + (number + 1) * functional.gelu(result).square().sum()
+        return total
+
+
+def heads(*, biased: bool) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    torch.manual_seed(5)
+    return Heads(biased), (torch.randn(4, 6, 5, 7),), {}
+
+
+def zoo(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    torch.manual_seed(7)
+    return build(name, "small", None)
+
+
+def doubled(graph: OperatorGraph) -> OperatorGraph:
+    return in_double(graph)
+
+
+@pytest.mark.parametrize("name", ["heads", "heads without biases", "inception", "bert-large", "resnet101"])
+def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_one(name: str) -> None:
+    built = heads(biased=name == "heads") if name.startswith("heads") else zoo(name)
+    graph = import_module(*built, name=name)
+    found = matches(graph)
+    assert found
+    other = rewritten(graph, found)
+    assert len(other.operators) == len(graph.operators) - sum(len(one.operators) - 1 for one in found)
+    assert {value.name for value in other.values} == {value.name for value in graph.values}
+
+    context = ExecutionContext(seed=3)
+    tensors = tensors_of(graph, built).map(in_double_on(context.device))
+    expected, actual = (interpret(doubled(of), tensors, context) for of in (graph, other))
+
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(actual.gradients[key], gradient, rtol=1e-8, atol=1e-10)
+    for key, buffer in expected.buffers.items():
+        torch.testing.assert_close(actual.buffers[key], buffer, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_parts_of_merged_operators_are_exactly_those_of_the_whole_on_integers(*, biased: bool) -> None:
+    built = heads(biased=biased)
+    plain = import_module(*built, name="heads")
+    graph = doubled(rewritten(plain, matches(plain)))
+    draw = random.Random(11)
+    generator = torch.Generator().manual_seed(13)
+    context = ExecutionContext()
+    merged = [operator for operator in graph.operators if operator.target.startswith("soapstone.merged")]
+    assert [operator.target for operator in merged] == ["soapstone.merged_linear", "soapstone.merged_conv2d"]
+    for operator in merged:
+        inputs = [
+            torch.randint(-4, 5, spec.shape, generator=generator).double().requires_grad_()
+            for spec in graph.input_specs(operator)
+        ]
+        slopes = [
+            torch.randint(-4, 5, spec.shape, generator=generator).double()
+            for spec in graph.output_specs(operator)
+        ]
+
+        def step(degrees: tuple[int, ...]) -> list[torch.Tensor]:
+            results = execute(graph, operator, degrees, inputs, context)  # noqa: B023
+            return [*results, *torch.autograd.grad(results, inputs, slopes)]  # noqa: B023
+
+        whole = step((1,) * len(operator.space.axes))
+        for _ in range(12):
+            degrees = tuple(
+                draw.choice([degree for degree in (1, 1, 2, 3) if degree <= axis.size])
+                for axis in operator.space.axes[:-1]
+            )
+            assert local_calls(graph, operator, (*degrees, 1))
+            for part, expected in zip(step((*degrees, 1)), whole, strict=True):
+                assert torch.equal(part, expected), degrees
+
+
+def test_a_part_of_a_match_can_be_merged_and_the_rest_stays() -> None:
+    graph = import_module(*heads(biased=True), name="heads")
+    first, second = matches(graph)
+    assert (first.rule, second.rule) == ("merge-linears", "merge-convolutions")
+    part = Substitution(first.rule, first.operators[1:])
+    other = rewritten(graph, [part])
+    assert other.substitutions == (part,)
+    assert first.operators[0] in other.operator_by_name
+    assert "+".join(part.operators) in other.operator_by_name
