@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli import options
 from app.cli.output import mebibytes, print_json, print_lines, print_table
+
+if TYPE_CHECKING:
+    from app.services.models.models import ImportedModel
 
 application = typer.Typer(
     help="The networks that come with Soapstone, and what is in one.", no_args_is_help=True
@@ -54,6 +57,10 @@ def show_model(
     axes: Annotated[
         bool, typer.Option("--axes", help="List every operator with its axes, as strategy files name them.")
     ] = False,
+    substitutions: Annotated[
+        bool,
+        typer.Option("--substitutions", help="List what can be put in place of operators: rules and names."),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Import a network and show its operators, their rules and axes, and what cannot be split.
@@ -64,12 +71,18 @@ def show_model(
     Example: app models show inception
 
     Example: app models show gpt2 --preset small --axes
+
+    Example: app models show inception --substitutions
     """
     from app.services.models.models import import_graph, requested_model
     from app.services.models.summary import NO_AXIS, described
 
     network = requested_model(model, preset, batch_size, precision, micro_batches)
-    report = described(import_graph(network, batch_norm=batch_norm))
+    imported = import_graph(network, batch_norm=batch_norm)
+    if substitutions:
+        _show_substitutions(imported, as_json=as_json)
+        return
+    report = described(imported)
     if as_json:
         print_json(report.to_json(axes=axes))
         return
@@ -100,6 +113,19 @@ def show_model(
     )
     for reason, names in report.reasons():
         print_lines(f"{len(names)} x {reason}: {', '.join(names)}")
+
+
+def _show_substitutions(model: ImportedModel, *, as_json: bool) -> None:
+    from graph.substitutions.rewriting import matches
+    from graph.substitutions.substitution import substitutions_to_json
+
+    found = matches(model.graph)
+    if as_json:
+        print_json(substitutions_to_json(found))
+    elif not found:
+        print_lines(f"{model.graph.name}: no rule applies to its operators")
+    else:
+        print_table(["rule", "operators"], [[one.rule, ", ".join(one.operators)] for one in found])
 
 
 @application.command("cache")

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from app.services.models.models import ModelRequest
     from app.services.search.micro_batch_searches import MicroBatchSearches
     from app.services.search.report import SearchReport
+    from app.services.search.substitution_searches import SubstitutionSearches
 
 AUTO = "auto"
+UNITY = "unity"
 
 
 def search(
@@ -149,6 +151,14 @@ def search(
             "that are measured to be faster so; on this machine's devices.",
         ),
     ] = False,
+    substitute: Annotated[
+        bool,
+        typer.Option(
+            "--substitute",
+            help="Apply every substitution that the network allows before the search (app models show "
+            "--substitutions); --algorithm unity chooses which.",
+        ),
+    ] = False,
     policy: Annotated[
         str,
         typer.Option(
@@ -221,6 +231,7 @@ def search(
     from app.services.search.request import SearchRequest
     from app.services.search.search import run_search
 
+    joint = algorithm == UNITY
     if on_miss is not None and on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = SearchRequest(
@@ -241,7 +252,7 @@ def search(
         on_miss=on_miss,
         fresh=fresh,
         starts=tuple(start or ()),
-        algorithm=algorithm or (DEFAULT_ALGORITHM if network.micro_batches > 1 else "mcmc"),
+        algorithm=(not joint and algorithm) or (DEFAULT_ALGORITHM if network.micro_batches > 1 else "mcmc"),
         compare_baselines=compare_baselines,
         workers=workers,
         share_weights=share_weights,
@@ -250,6 +261,7 @@ def search(
         compile_stretches=compile,
         policy=checked_policy(policy),
         schedule=None if order_of_stages is None else order_of_stages.value,
+        substitute=substitute,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -261,10 +273,17 @@ def search(
 
             searches = run_searches(request, algorithm, database, progress, imported)
             report = searches.best
+        elif joint:
+            from app.services.search.substitution_searches import run_substitution_searches
+
+            joint_searches = run_substitution_searches(request, database, progress, imported)
+            report = joint_searches.best
         else:
             report = run_search(request, database, progress, imported)
     if count is None:
         _show_all(searches, as_json=as_json)
+    elif joint:
+        _show_joint(joint_searches, as_json=as_json)
     else:
         _show(report, as_json=as_json)
     if topology == "local" and not as_json:
@@ -337,6 +356,27 @@ def _show_all(searches: MicroBatchSearches, *, as_json: bool) -> None:
             ],
         )
         print_lines(f"the best is of search {searches.best.search_id}")
+    if searches.interrupted:
+        raise typer.Exit(128 + signal.SIGINT)
+
+
+def _show_joint(searches: SubstitutionSearches, *, as_json: bool) -> None:
+    if as_json:
+        print_json(searches.to_json())
+    else:
+        _print(searches.best)
+        print_table(
+            ["substitutions", "predicted step", "search"],
+            [
+                [len(substitutions), milliseconds(report.best.step_time_s), report.search_id]
+                for substitutions, report in searches.reports
+            ],
+        )
+        print_lines(
+            f"{len(searches.evaluated)} sets of substitutions were evaluated; the best has {len(searches.chosen)}"
+            + (":" if searches.chosen else ", the graph as imported"),
+            *(f"  {substitution.text}" for substitution in searches.chosen),
+        )
     if searches.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
 

@@ -159,7 +159,7 @@ def kept_bytes(outputs: Lasting, call: LocalCall) -> tuple[int, int]:
 
 
 def extra_bytes(call: LocalCall) -> int:
-    """Return the bytes that a call's backward needs beside inputs and outputs: masks, indexes, gates, probabilities, weights joined."""
+    """Return the bytes that a call's backward needs beside inputs and outputs: masks, gates, joined weights."""
     name = base_name(call.target)
     if name == "dropout":
         return call.outputs[0].elements

@@ -36,6 +36,7 @@ class SearchRequest:
     start of a chain and at the end. `confirm`: what decides between the best strategies is measured again at the end.
     `policy`: how the best strategy sums gradients: POLICY_AUTO, or as `graph.synchronization` names it.
     `compile_stretches`: of the best strategy, what is faster so is compiled between one communication and the next.
+    `substitute`: every substitution that the network allows is applied, before the search.
     `schedule`: the order in which stages work on the model's micro-batches (`graph.schedule`); None: any.
     """
 
@@ -65,6 +66,7 @@ class SearchRequest:
     compile_stretches: bool = False
     policy: str = "fifo"
     schedule: str | None = None
+    substitute: bool = False
 
 
 def search_options(request: SearchRequest) -> SearchOptions:

@@ -12,7 +12,7 @@ from app.db.records import SearchOutcome, SearchStatus
 from app.db.store import Store
 from app.services.costs.topologies import LOCAL, find_topology
 from app.services.models.micro_batches import check_graph
-from app.services.models.models import ImportedModel, import_graph
+from app.services.models.models import ImportedModel, import_graph, with_all_substitutions
 from app.services.predict.compiled_stretches import check_compiler, faster_stretches
 from app.services.predict.micro_batch_report import micro_batch_report
 from app.services.predict.predict import (
@@ -77,11 +77,11 @@ def run_search(
     if request.compile_stretches:
         check_compiler()
     workers = worker_count(request.workers)
-    _check_topology(request, database)
+    check_topology(request, database)
     with Store.open(database) as store:
         chunks.check_next_folder(store)
-        model = _imported(request, names, workers, progress, imported)
-        with _setting(store, request, model, progress) as setting:
+        model = imported_model(request, names, workers, progress, imported)
+        with search_setting(store, request, model, progress) as setting:
             starts = _starts(store, setting, request, progress)
             options = replace(options, shares=shares_for(len(setting.topology.devices)))
             search_id = store.start_search(search_record(request, options, setting, starts))
@@ -117,9 +117,9 @@ def resume_search(
             shares = MoveShares(**record.options["moves"]) if "moves" in record.options else ONE_GROUP
             stored_starts = [(start["digest"], start["found_for"]) for start in record.options["known"]]
         options, names = replace(search_options(request), shares=shares), algorithm_names(request)
-        _check_topology(request, database)
-        model = _imported(request, names, processes, progress)
-        with _setting(store, request, model, progress) as setting:
+        check_topology(request, database)
+        model = imported_model(request, names, processes, progress)
+        with search_setting(store, request, model, progress) as setting:
             check_same(record, setting)
             starts = tuple(
                 replace(start_of(setting, store.strategy(digest)), found_for=found_for)
@@ -143,13 +143,13 @@ def resume_search(
             return _search_and_confirm(store, setting, request, plan, progress)
 
 
-def _check_topology(request: SearchRequest, database: str | None) -> None:
+def check_topology(request: SearchRequest, database: str | None) -> None:
     """Refuse a topology that does not exist or is too small, before the model is imported, which takes longer."""
     if request.topology != LOCAL:
         find_topology(request.topology, database, devices=request.devices, nodes=request.nodes)
 
 
-def _imported(
+def imported_model(
     request: SearchRequest,
     names: Sequence[str],
     workers: int,
@@ -167,6 +167,8 @@ def _imported(
         )
         with progress.stage(f"importing {request.model.name}{meanwhile}"):
             model = imported() if imported else import_graph(request.model, batch_norm=request.batch_norm)
+        if request.substitute:
+            model = with_all_substitutions(model)
         if warm_up.remaining:
             with progress.stage("compiling the simulator, once after an installation"):
                 warm_up.finish()
@@ -174,7 +176,7 @@ def _imported(
 
 
 @contextmanager
-def _setting(
+def search_setting(
     store: Store, request: SearchRequest, model: ImportedModel, progress: Progress
 ) -> Iterator[Setting]:
     """Find topology and costs; on this machine, costs that are missing are measured."""

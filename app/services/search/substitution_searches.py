@@ -1,0 +1,174 @@
+"""`app search --algorithm unity`: which substitutions, and which strategy for the graph that they make, together.
+
+The outer level goes through sets of substitutions, cheapest first; what a set costs is the step of the best strategy
+that a dynamic program finds for its graph, simulated. The best sets and the graph as imported are searched then as any
+network is.
+
+Source: Unity (OSDI 2022) section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.db.store import Store
+from app.services.models.models import ImportedModel, rewritten_model
+from app.services.predict.problem import problem_of
+from app.services.progress import Progress
+from app.services.search.report import SearchReport
+from app.services.search.request import SearchRequest, algorithm_names, search_options
+from app.services.search.run_algorithms import worker_count
+from app.services.search.search import check_topology, imported_model, run_search, search_setting
+from graph.errors import UsageError
+from graph.operators import OperatorGraph
+from graph.rules import whole_call
+from graph.substitutions.rewriting import matches
+from graph.substitutions.substitution import Substitution, substitutions_to_json
+from search.algorithms.backtracking import Evaluated, backtrack
+from search.algorithms.best_tracker import simulated
+from search.algorithms.optcnn import optcnn
+from search.orders import Order
+from search.problem import Problem
+from search.space.baselines import data_parallel, single_device
+
+NAME = "unity"
+# Sets of substitutions that are evaluated, and those of them that are searched, beside the graph as imported.
+BUDGET = 40
+MOST_SEARCHED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SubstitutionSearches:
+    """Sets of substitutions with what each costs, the best first, and the searches, in their order."""
+
+    evaluated: tuple[tuple[tuple[Substitution, ...], float], ...]
+    reports: tuple[tuple[tuple[Substitution, ...], SearchReport], ...]
+
+    @property
+    def best(self) -> SearchReport:
+        """The report of the search that found the fastest strategy, of equals the first."""
+        return min((report for _, report in self.reports), key=lambda report: report.best.rank)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last search was interrupted, or confirming it was."""
+        last = self.reports[-1][1]
+        return last.interrupted or last.unconfirmed
+
+    @property
+    def chosen(self) -> tuple[Substitution, ...]:
+        """The substitutions of the best strategy."""
+        return next(of for of, report in self.reports if report is self.best)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the evaluated sets, a row for each search, and the report of the best one, as a JSON document."""
+        return {
+            "evaluated": [
+                {"substitutions": substitutions_to_json(substitutions), "step_time_s": cost_s}
+                for substitutions, cost_s in self.evaluated
+            ],
+            "searches": [
+                {
+                    "search": report.search_id,
+                    "substitutions": substitutions_to_json(substitutions),
+                    "predicted_step_time_s": report.best.step_time_s,
+                    "digest": report.best.digest,
+                }
+                for substitutions, report in self.reports
+            ],
+            "best": self.best.to_json(),
+        }
+
+
+def run_substitution_searches(
+    request: SearchRequest,
+    database: str | None,
+    progress: Progress,
+    imported: Callable[[], ImportedModel] | None = None,
+) -> SubstitutionSearches:
+    """Search for substitutions and strategies together; never worse than the search for the graph as imported.
+
+    Args:
+        request: the search; its `algorithm` is that of each graph.
+        database: as for `run_search`.
+        progress: as for `run_search`.
+        imported: returns the model as imported.
+
+    Raises:
+        UsageError: no rule applies to the network.
+        SoapstoneError: as `run_search`.
+    """
+    options = search_options(request)
+    if request.model.micro_batches != 1 or request.substitute:
+        raise UsageError(
+            f"--algorithm {NAME}: chooses substitutions for a step in one batch, must be without --micro-batches and "
+            "--substitute; leave them out"
+        )
+    check_topology(request, database)
+    names, workers = algorithm_names(request), worker_count(request.workers)
+    model = imported_model(request, names, workers, progress, imported)
+    moves = moves_of(model.graph)
+    if not moves:
+        raise UsageError(
+            f"--algorithm {NAME}: no rule applies to {model.graph.name}, must one; choose mcmc, which searches the "
+            "same strategies"
+        )
+    with Store.open(database) as store:
+
+        def cost(chosen: tuple[int, ...]) -> float:
+            with search_setting(store, request, _rewritten(model, moves, chosen), progress) as setting:
+                return least_step_s(problem_of(setting), options.order)
+
+        evaluated = backtrack(len(moves), cost, budget=BUDGET)
+    reports: list[tuple[tuple[Substitution, ...], SearchReport]] = []
+    for chosen in _searched(evaluated):
+        rewritten = _rewritten(model, moves, chosen)
+        substitutions = rewritten.graph.substitutions
+        each = replace(request, model=rewritten.request)
+        report = run_search(each, database, progress, lambda graph=rewritten: graph)  # type: ignore[misc]
+        reports.append((substitutions, report))
+        if report.interrupted or report.unconfirmed:
+            break
+    return SubstitutionSearches(
+        tuple((_chosen(moves, one.moves), one.cost_s) for one in evaluated), tuple(reports)
+    )
+
+
+def moves_of(graph: OperatorGraph) -> list[tuple[Substitution, ...]]:
+    """Return what a search applies at once: a rule, at all of its matches whose calls are the same."""
+    alike: dict[object, list[Substitution]] = {}
+    for match in matches(graph):
+        calls = [whole_call(graph, graph.operator_by_name[name]).key for name in match.operators]
+        alike.setdefault((match.rule, *calls), []).append(match)
+    return [tuple(group) for group in alike.values()]
+
+
+def least_step_s(problem: Problem, order: Order) -> float:
+    """Return the simulated step of the best of three strategies: by OptCNN's dynamic program, data parallel, whole.
+
+    The program's cost is additive; the simulator knows what overlaps, so that it has the last word.
+    """
+    graph = problem.graph
+    candidates = [single_device(graph), data_parallel(graph, problem.device_count)]
+    with suppress(UsageError):  # too wide for it: the others count
+        candidates.append(optcnn(problem).strategy)
+    return min(simulated(problem, strategy, order).seconds for strategy in candidates)
+
+
+def _searched(evaluated: Sequence[Evaluated]) -> list[tuple[int, ...]]:
+    best = [one.moves for one in evaluated[:MOST_SEARCHED]]
+    return best if () in best else [(), *best]
+
+
+def _chosen(moves: Sequence[tuple[Substitution, ...]], chosen: Sequence[int]) -> tuple[Substitution, ...]:
+    return tuple(substitution for move in chosen for substitution in moves[move])
+
+
+def _rewritten(
+    model: ImportedModel, moves: Sequence[tuple[Substitution, ...]], chosen: Sequence[int]
+) -> ImportedModel:
+    substitutions = _chosen(moves, chosen)
+    return rewritten_model(model, substitutions) if substitutions else model
