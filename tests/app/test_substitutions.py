@@ -1,0 +1,113 @@
+"""Substitutions as a user has them: shown, run, searched, stored, exported, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import USERS_NETWORK, Command
+
+HEADS = """
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.last = torch.nn.Linear(8, 6), torch.nn.Linear(8, 6), torch.nn.Linear(6, 4)
+    def forward(self, x, y):
+        joined = torch.relu(self.left(x)) * torch.sigmoid(self.right(x))
+        return torch.nn.functional.cross_entropy(self.last(joined), y)
+def heads(batch_size=4):
+    return Heads(), fine(batch_size)[1], {}
+"""
+OWN = ("--model", "own_heads:heads", "--batch-size", "4")
+HERE = ("--device", "cpu", "--devices", "2", "--on-miss", "estimate")
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the user's own network be in the current folder."""
+    (tmp_path / "own_heads.py").write_text(USERS_NETWORK + HEADS)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_show_lists_rules_and_operators(command: Command) -> None:
+    assert command("models", "show", "own_heads:heads", "--substitutions", "--json").document == [
+        {"rule": "merge-linears", "operators": ["linear", "linear_1"]}
+    ]
+    assert "no rule applies" in command("models", "show", "own_heads:fine", "--substitutions").output
+
+
+def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equal_to_the_module(
+    command: Command, tmp_path: Path
+) -> None:
+    search = (
+        "search",
+        *OWN,
+        *HERE,
+        "--algorithm",
+        "unity",
+        "--proposals",
+        "20",
+        "--no-confirm",
+        "--workers",
+        "1",
+    )
+    report = command(*search, "--json").document
+    sets = {len(row["substitutions"]): row["step_time_s"] for row in report["evaluated"]}
+    assert sets.keys() == {0, 1}
+    steps = {len(row["substitutions"]): row for row in report["searches"]}
+    assert steps.keys() == {0, 1}
+    best = report["best"]["predictions"][0]["predicted_step_time_s"]
+    assert best == min(row["predicted_step_time_s"] for row in steps.values())
+
+    digest = steps[1]["digest"]
+    file = tmp_path / "merged.json"
+    assert command("strategy", "export", digest[:12], "--output", str(file)).code == 0
+    document = json.loads(file.read_text())
+    assert document["substitutions"] == [{"rule": "merge-linears", "operators": ["linear", "linear_1"]}]
+    assert "linear+linear_1" in document["operators"]
+    for reference in (digest[:12], str(file)):
+        run = command(
+            "run",
+            *OWN,
+            *HERE,
+            "--strategy",
+            reference,
+            "--iterations",
+            "2",
+            "--warmup",
+            "0",
+            "--verify",
+            "--json",
+        ).document
+        assert run["verified"]
+        names = {row["name"] for row in run["deviations"] if row["what"] == "eager gradient"}
+        assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
+
+
+def test_options_and_files_that_do_not_fit_are_refused_in_a_line(command: Command, tmp_path: Path) -> None:
+    refused = command("search", *OWN, *HERE, "--algorithm", "unity", "--substitute")
+    assert refused.code == 2
+    assert "chooses substitutions" in refused.errors
+    plain = ("--model", "own_heads:fine", "--batch-size", "4", *HERE)
+    refused = command("search", *plain, "--algorithm", "unity")
+    assert refused.code == 2
+    assert "no rule applies to own_heads:fine" in refused.errors
+
+    file = tmp_path / "wrong.json"
+    for substitutions, said in (
+        ("merge", "must be a list of rules"),
+        ([{"rule": "merge-linears"}], "must have the name of a rule and a list of operators"),
+        ([{"rule": "merge-lines", "operators": []}], "did you mean merge-linears"),
+        ([{"rule": "merge-linears", "operators": ["linear", "nobody"]}], "operator nobody is unknown"),
+        ([{"rule": "merge-linears", "operators": ["linear", "linear_2"]}], "these operators are no match"),
+        ([{"rule": "merge-linears", "operators": ["linear", "linear_1"]}] * 2, "is in another one already"),
+    ):
+        file.write_text(json.dumps({"format": 1, "operators": {}, "substitutions": substitutions}))
+        refused = command("run", *OWN, *HERE, "--strategy", str(file))
+        assert (refused.code, len(refused.errors.strip().splitlines()[-1:])) == (2, 1)
+        assert said in refused.errors
+    refused = command("run", *OWN, *HERE, "--strategy", str(file), "--substitute")
+    assert refused.code == 2
+    assert "--substitute: is for a baseline" in refused.errors
