@@ -91,6 +91,7 @@ def test_packaged_topology_loads_with_complete_routes(name: str) -> None:
         ("dgx1-v100", 1, 8),
         ("dgx-a100", 1, 8),
         ("hgx-h100", 1, 8),
+        ("summit", 32, 192),
     ],
 )
 def test_packaged_topology_has_its_nodes_and_devices(name: str, nodes: int, devices: int) -> None:
