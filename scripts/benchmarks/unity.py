@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, Row, measurement
+from scripts.benchmarks.result import BenchmarkResult, Row, measurement, number
 from scripts.benchmarks.simulator import Datasheet
 from scripts.benchmarks.zoo import zoo_graph
 
@@ -27,7 +27,7 @@ NETWORKS = {
 QUICK = {"bert-large": 1}
 DEVICES = (6, 48, 192)
 PROPOSALS = 1000
-BUDGET = 20
+BUDGET = 40
 MOST_SECONDS = 60.0
 
 
@@ -38,12 +38,14 @@ def run(*, quick: bool) -> BenchmarkResult:
         for name, samples in (QUICK if quick else NETWORKS).items()
         for devices in (DEVICES[:1] if quick else DEVICES)
     ]
-    worse = [row for row in rows if float(row["joint (ms)"]) > 1.0001 * float(row["in turn (ms)"])]  # type: ignore[arg-type]
+    worse = [row for row in rows if number(row, "joint (ms)") > 1.0001 * number(row, "in turn (ms)")]
     return BenchmarkResult(
         benchmark="unity",
         conditions={"costs": "data sheets", "proposals": 10 if quick else PROPOSALS, "seed": 0},
         measurements=[
-            measurement("longest joint search", max(float(row["seconds"]) for row in rows), "s", at_most=MOST_SECONDS),  # type: ignore[arg-type]
+            measurement(
+                "longest joint search", max(number(row, "seconds") for row in rows), "s", at_most=MOST_SECONDS
+            ),
             measurement("joint searches worse than one after the other", len(worse), "", at_most=0),
         ],
         table=rows,
@@ -68,7 +70,7 @@ def _problem(graph: OperatorGraph, devices: int, batch_size: int) -> Problem:
 
 
 def _row(name: str, preset: str, devices: int, samples: int) -> Row:
-    from app.services.search.substitution_searches import least_step_s, moves_of
+    from app.services.search.substitution_searches import SetCosts, moves_of
     from graph.substitutions.rewriting import rewritten
     from search.algorithms import registry
     from search.algorithms.algorithm import AlgorithmContext
@@ -80,47 +82,49 @@ def _row(name: str, preset: str, devices: int, samples: int) -> Row:
     batch_size = samples * devices
     graph = zoo_graph(name, preset, batch_size)
     moves = moves_of(graph)
-    problems: dict[tuple[tuple[int, ...], int], Problem] = {}
     options = SearchOptions(
-        proposals=10 if preset == "small" else PROPOSALS, chains=2, seed=0, beta=300.0, order="program", time_limit_s=None
+        proposals=10 if preset == "small" else PROPOSALS,
+        chains=2,
+        seed=0,
+        beta=300.0,
+        order="program",
+        time_limit_s=None,
     )
 
-    def problem(chosen: tuple[int, ...], count: int) -> Problem:
-        if (chosen, count) not in problems:
-            substitutions = [each for move in chosen for each in moves[move]]
-            problems[chosen, count] = _problem(rewritten(graph, substitutions), count, batch_size)
-        return problems[chosen, count]
+    def problem(chosen: tuple[int, ...]) -> Problem:
+        substitutions = [each for move in chosen for each in moves[move]]
+        return _problem(rewritten(graph, substitutions), devices, batch_size)
 
     found: dict[tuple[int, ...], float] = {}
 
     def searched(chosen: tuple[int, ...]) -> float:
         if chosen not in found:
-            results = registry.run(("mcmc",), problem(chosen, devices), AlgorithmContext(options))
+            results = registry.run(("mcmc",), problem(chosen), AlgorithmContext(options))
             found[chosen] = registry.best_of(results).step_time_s
         return found[chosen]
 
     def data_parallel_s(chosen: tuple[int, ...]) -> float:
-        of = problem(chosen, devices)
+        of = problem(chosen)
         return simulated(of, data_parallel(of.graph, devices), options.order).seconds
 
     def alone_s(chosen: tuple[int, ...]) -> float:
-        of = problem(chosen, devices)
+        of = problem(chosen)
         # One device's work decides, as in an optimizer that knows of no other; whether it fits there does not.
         return simulated(of, single_device(of.graph), options.order).step_time_ns / 1e9
 
     plain = data_parallel_s(())
     substituted = backtrack(len(moves), data_parallel_s, budget=BUDGET)[0].cost_s
     parallelized = searched(())
-    begun = time.perf_counter()
     first = backtrack(len(moves), alone_s, budget=BUDGET)[0].moves
     in_turn = searched(first)
     begun = time.perf_counter()
     known = dict(found)
     found.clear()
-    evaluated = backtrack(
-        len(moves), lambda chosen: least_step_s(problem(chosen, devices), options.order), budget=BUDGET
+    costs = SetCosts(problem(()), options.order)
+    evaluated = backtrack(len(moves), lambda chosen: costs.seconds(problem(chosen)), budget=BUDGET)
+    joint = min(
+        searched(chosen) for chosen in dict.fromkeys(((), first, *(one.moves for one in evaluated[:2])))
     )
-    joint = min(searched(chosen) for chosen in dict.fromkeys(((), first, *(one.moves for one in evaluated[:2]))))
     seconds = time.perf_counter() - begun
     best = min(found, key=found.__getitem__)
     assert known.keys() <= found.keys()

@@ -17,6 +17,14 @@ class Heads(torch.nn.Module):
     def forward(self, x, y):
         joined = torch.relu(self.left(x)) * torch.sigmoid(self.right(x))
         return torch.nn.functional.cross_entropy(self.last(joined), y)
+class Product(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(8, 6), torch.nn.Linear(8, 6)
+    def forward(self, x):
+        return (self.left(x) * self.right(x)).mean()
+def product(batch_size=4):
+    return Product(), (torch.randn(batch_size, 8),), {}
 def heads(batch_size=4):
     return Heads(), fine(batch_size)[1], {}
 """
@@ -84,6 +92,32 @@ def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equ
         assert run["verified"]
         names = {row["name"] for row in run["deviations"] if row["what"] == "eager gradient"}
         assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
+
+
+@pytest.mark.parametrize("batch", ["4", "4096"])
+def test_the_joint_search_finds_what_an_exhaustive_one_over_all_sets_and_configurations_finds(
+    command: Command, batch: str
+) -> None:
+    """Of a network of four operators on two devices: small, where one device is best, and large."""
+    network = (
+        "--model",
+        "own_heads:product",
+        "--batch-size",
+        batch,
+        "--topology",
+        "p100-cluster",
+        "--nodes",
+        "1",
+    )
+    own = ("search", *network, "--devices", "2", "--fresh", "--workers", "1", "--json")
+    steps = [
+        command(*own, "--algorithm", "exhaustive", *options).document["predictions"][0][
+            "predicted_step_time_s"
+        ]
+        for options in ((), ("--substitute",))
+    ]
+    joint = command(*own, "--algorithm", "unity", "--proposals", "600").document
+    assert joint["best"]["predictions"][0]["predicted_step_time_s"] == pytest.approx(min(steps), rel=1e-9)
 
 
 def test_options_and_files_that_do_not_fit_are_refused_in_a_line(command: Command, tmp_path: Path) -> None:

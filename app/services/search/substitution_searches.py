@@ -1,8 +1,7 @@
 """`app search --algorithm unity`: which substitutions, and which strategy for the graph that they make, together.
 
-The outer level goes through sets of substitutions, cheapest first; what a set costs is the step of the best strategy
-that a dynamic program finds for its graph, simulated. The best sets and the graph as imported are searched then as any
-network is.
+The outer level goes through sets of substitutions, cheapest first, by the simulated step of what is known for their
+graphs. The best sets and the graph as imported are searched then as any network is.
 
 Source: Unity (OSDI 2022) section 6.
 """
@@ -25,6 +24,7 @@ from app.services.search.search import check_topology, imported_model, run_searc
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.rules import whole_call
+from graph.strategy import Strategy
 from graph.substitutions.rewriting import matches
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.backtracking import Evaluated, backtrack
@@ -33,6 +33,7 @@ from search.algorithms.optcnn import optcnn
 from search.orders import Order
 from search.problem import Problem
 from search.space.baselines import data_parallel, single_device
+from search.space.carried import carried
 
 NAME = "unity"
 # Sets of substitutions that are evaluated, and those of them that are searched, beside the graph as imported.
@@ -117,10 +118,12 @@ def run_substitution_searches(
             "same strategies"
         )
     with Store.open(database) as store:
+        with search_setting(store, request, model, progress) as setting:
+            costs = SetCosts(problem_of(setting), options.order)
 
         def cost(chosen: tuple[int, ...]) -> float:
             with search_setting(store, request, _rewritten(model, moves, chosen), progress) as setting:
-                return least_step_s(problem_of(setting), options.order)
+                return costs.seconds(problem_of(setting))
 
         evaluated = backtrack(len(moves), cost, budget=BUDGET)
     reports: list[tuple[tuple[Substitution, ...], SearchReport]] = []
@@ -146,16 +149,29 @@ def moves_of(graph: OperatorGraph) -> list[tuple[Substitution, ...]]:
     return [tuple(group) for group in alike.values()]
 
 
-def least_step_s(problem: Problem, order: Order) -> float:
-    """Return the simulated step of the best of three strategies: by OptCNN's dynamic program, data parallel, whole.
+class SetCosts:
+    """What the graph of a set of substitutions costs: the simulated step of the best of three strategies for it.
 
-    The program's cost is additive; the simulator knows what overlaps, so that it has the last word.
+    That of OptCNN's dynamic program for the graph as imported, carried over; data parallelism; one device. The
+    program's cost is additive; the simulator knows what overlaps, so that it has the last word.
     """
-    graph = problem.graph
-    candidates = [single_device(graph), data_parallel(graph, problem.device_count)]
-    with suppress(UsageError):  # too wide for it: the others count
-        candidates.append(optcnn(problem).strategy)
-    return min(simulated(problem, strategy, order).seconds for strategy in candidates)
+
+    def __init__(self, problem: Problem, order: Order) -> None:
+        self._graph = problem.graph
+        self._order: Order = order
+        self._found: tuple[Strategy, ...] = ()
+        with suppress(UsageError):  # too wide for it: the others count
+            self._found = (optcnn(problem).strategy,)
+
+    def seconds(self, problem: Problem) -> float:
+        """Return the step of a rewritten graph; infinite where none of the strategies fits the memory."""
+        graph = problem.graph
+        strategies = [
+            single_device(graph),
+            data_parallel(graph, problem.device_count),
+            *[carried(strategy, self._graph, graph) for strategy in self._found],
+        ]
+        return min(simulated(problem, strategy, self._order).seconds for strategy in strategies)
 
 
 def _searched(evaluated: Sequence[Evaluated]) -> list[tuple[int, ...]]:
