@@ -8,13 +8,14 @@ import torch
 from graph.importer import import_module
 from graph.operators import FLOATING, Operator, OperatorGraph, TensorSpec, ValueKind
 from graph.rules import local_calls
+from graph.substitutions.rewriting import matches, rewritten
 from graph.zoo import build
 from profiler.operators import ExecutionContext, compile_call
 from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, kept_outputs
 from search.space.groups import is_view
 from tests.search.builders import branches, two_layers
 
-QUICK = ("alexnet", "rnnlm", "bert-large")
+QUICK = ("alexnet", "rnnlm", "bert-large", "bert-large merged")
 NETWORKS = [
     *QUICK,
     *(
@@ -23,6 +24,7 @@ NETWORKS = [
             "mlp",
             "vgg16",
             "inception",
+            "inception merged",
             "resnet101",
             "densenet121",
             "nmt",
@@ -35,10 +37,12 @@ NETWORKS = [
 
 
 def graph_of(name: str) -> OperatorGraph:
-    """Return a small network of the zoo."""
+    """Return a small network of the zoo; one that is called merged, with all substitutions."""
+    network, _, merged = name.partition(" ")
     with torch.device("meta"):
-        module, args, kwargs = build(name, "small", 4)
-    return import_module(module, args, kwargs, name=name)
+        module, args, kwargs = build(network, "small", 4)
+    graph = import_module(module, args, kwargs, name=name)
+    return rewritten(graph, matches(graph)) if merged else graph
 
 
 def made(spec: TensorSpec, *, wanted: bool) -> torch.Tensor:
