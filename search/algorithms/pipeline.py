@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import exp
+from math import log
 
 import numpy as np
 
@@ -80,31 +80,61 @@ def _refuse(problem: Problem) -> None:
 
 
 class _PipelineSearch:
-    """The stagings that were simulated, and their outcomes; None of one that has no strategy."""
+    """The stagings that were simulated, and their outcomes; None of one that has no strategy.
+
+    Of a staging that cannot be the best of its kind, nor a step of a walk, the outcome is only as much as shows it: its
+    excess, and what a step takes at least.
+    """
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.stagings = Stagings(trial.problem, trial.builder)
         self.outcomes: dict[Staging, Outcome | None] = {}
+        # By kind: from one to another a walk seldom comes. The best, and its staging.
+        self.best: dict[tuple[bool, bool], tuple[Outcome, Staging]] = {}
 
-    def take(self, staging: Staging) -> Outcome | None:
-        """Simulate a staging that was not yet; return its outcome, or None where it has no strategy."""
+    def take(self, staging: Staging, limit: Outcome | None = None) -> Outcome | None:
+        """Simulate a staging that was not yet; return its outcome, or None where it has no strategy.
+
+        limit: what it must be below to count, not below the best so far; None: the best of its kind.
+        """
         if staging not in self.outcomes:
             strategy = self.stagings.strategy(staging)
             if strategy is None:
                 self.outcomes[staging] = None
             else:
-                self.trial.take(strategy)
+                self.trial.take(strategy, self._best_of(staging) if limit is None else limit)
                 self.outcomes[staging] = self.trial.latest
+                if limit is None:
+                    self._keep(staging, self.trial.latest)
         return self.outcomes[staging]
 
+    def _best_of(self, staging: Staging) -> Outcome | None:
+        """Return the best outcome of a staging's kind; None where there is none yet."""
+        best = self.best.get(_kind(staging))
+        return None if best is None else best[0]
+
+    def _keep(self, staging: Staging, outcome: Outcome) -> None:
+        best = self._best_of(staging)
+        if best is None or outcome < best:
+            self.best[_kind(staging)] = outcome, staging
+
     def take_fitting(self, staging: Staging) -> None:
-        """Simulate a staging without and with ZeRO-2 and, as long as both exceed memories, more and more made again."""
+        """Simulate a staging without and with ZeRO-2 and, as long as both exceed memories, more and more made again.
+
+        Not where that takes too long without what is made again, which only adds to it.
+        """
         for share in RECOMPUTED_SHARES:
             again = self.stagings.recomputing(staging, share)
             outcomes = [self.take(replace(again, shares_optimizer=shares)) for shares in (False, True)]
             if any(outcome is None or not outcome.excess_bytes for outcome in outcomes):
                 return
+            best = self._best_of(staging)
+            # Of what exceeds memories, once something fits, outcomes have the least time.
+            if best is not None and not best.excess_bytes and not share:
+                times = [outcome.step_time_ns for outcome in outcomes if outcome is not None]
+                if min(times) >= best.step_time_ns:
+                    return
 
     def take_start(self, start: Strategy) -> None:
         """Simulate a start with the problem's micro-batches, and without what these do not go with."""
@@ -140,14 +170,9 @@ class _PipelineSearch:
 
     def walk(self, rng: np.random.Generator) -> None:
         """Walk from the best staging of one stage, of one a group of devices, and of several a group."""
-        # From kind to kind it is far: stages of another one have other sizes, and there are more of them.
-        simulated: dict[tuple[bool, bool], list[tuple[Outcome, int, Staging]]] = {}
-        for number, (staging, outcome) in enumerate(self.outcomes.items()):
-            if outcome is not None:
-                kind = staging.schedule is Schedule.INTERLEAVED, staging.stages > 1
-                simulated.setdefault(kind, []).append((outcome, number, staging))
-        for kind in sorted(simulated):
-            cost, _, start = min(simulated[kind], key=lambda entry: entry[:2])
+        starts = dict(self.best)
+        for kind in sorted(starts):
+            cost, start = starts[kind]
             self._walk_from(start, cost, rng)
 
     def _walk_from(self, start: Staging, cost: Outcome, rng: np.random.Generator) -> None:
@@ -159,13 +184,14 @@ class _PipelineSearch:
         most = min(MOST_MOVES, max(FEWEST_MOVES, OPERATORS_WALKED // operators))
         while taken < most and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
-            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal)
+            limit = _limit(costs[current], rng)
+            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal, limit)
             if proposal is None or outcome is None:
                 idle += 1
                 continue
             taken, idle = taken + 1, 0
             costs[proposal] = outcome
-            if _accepts(costs[current], outcome, rng):
+            if outcome < limit:
                 current = proposal
             if outcome < costs[best]:
                 best = proposal
@@ -173,15 +199,19 @@ class _PipelineSearch:
                 current = best
 
 
-def _accepts(current: Outcome, proposed: Outcome, rng: np.random.Generator) -> bool:
-    """Return whether a step is made: always to what is no worse, else by Metropolis if it fits the memories."""
-    chance = rng.random()
-    if proposed <= current:
-        return True
-    if proposed.excess_bytes > current.excess_bytes:
-        return False
-    worse = proposed.step_time_ns / max(1, current.step_time_ns) - 1
-    return bool(chance < exp(-worse / TEMPERATURE))
+def _kind(staging: Staging) -> tuple[bool, bool]:
+    """Return whether groups of devices have several stages, and whether there are several at all.
+
+    From kind to kind it is far: stages of another one have other sizes, and there are more of them.
+    """
+    return staging.schedule is Schedule.INTERLEAVED, staging.stages > 1
+
+
+def _limit(current: Outcome, rng: np.random.Generator) -> Outcome:
+    """Return the outcome that a step is made below: to what is no worse, else by Metropolis if it exceeds no more."""
+    # The chance that a step takes so much longer is as great as that of the number drawn, from 0 to below 1.
+    longer = -TEMPERATURE * log(1 - rng.random())
+    return Outcome(current.excess_bytes, int(current.step_time_ns * (1 + longer)) + 1)
 
 
 class _Moves:
