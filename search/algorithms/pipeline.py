@@ -12,7 +12,7 @@ acceptance as in FlexFlow (arXiv:1807.05358), section 6.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import log
 
@@ -40,12 +40,15 @@ RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FEWEST_MOVES, MOST_MOVES = 400, 1500
 OPERATORS_WALKED = 1_000_000
 """A walk has as many moves as have so many operators in all their micro-batches together, within these numbers."""
+TASKS_WALKED = 56_000_000
+"""Nor has a walk more moves than have so many operators in all micro-batches on all devices together."""
 MOVES_ASTRAY = 50
 """Moves after which a walk goes on from its best."""
 MOST_DRAWS = 200
 """Draws of a move in a row that give nothing new, after which the walk ends."""
 TEMPERATURE = 0.01
 """By what share of its time a step is worse that is accepted once in e times."""
+_LEAST_CHANCE = 2.0**-64
 
 
 def _pipeline(trial: Trial, starts: Sequence[Strategy], seed: int) -> None:
@@ -93,17 +96,17 @@ class _PipelineSearch:
         # By kind: from one to another a walk seldom comes. The best, and its staging.
         self.best: dict[tuple[bool, bool], tuple[Outcome, Staging]] = {}
 
-    def take(self, staging: Staging, limit: Outcome | None = None) -> Outcome | None:
+    def take(self, staging: Staging, limit: Callable[[], Outcome] | None = None) -> Outcome | None:
         """Simulate a staging that was not yet; return its outcome, or None where it has no strategy.
 
-        limit: what it must be below to count, not below the best so far; None: the best of its kind.
+        limit: returns what it must be below to count, not below the best so far; None: the best of its kind.
         """
         if staging not in self.outcomes:
             strategy = self.stagings.strategy(staging)
             if strategy is None:
                 self.outcomes[staging] = None
             else:
-                self.trial.take(strategy, self._best_of(staging) if limit is None else limit)
+                self.trial.take(strategy, self._best_of(staging) if limit is None else limit())
                 self.outcomes[staging] = self.trial.latest
                 if limit is None:
                     self._keep(staging, self.trial.latest)
@@ -159,6 +162,9 @@ class _PipelineSearch:
         # Actors with the credits of 1f1b would divide as it does.
         for schedule in [one for one in schedules if one is not Schedule.ACTORS] or schedules:
             for saving in MEMORY_SAVINGS:
+                if saving.recomputes and schedule is Schedule.GPIPE and len(schedules) > 1:
+                    # 1f1b is predicted to take as long, and keeps less.
+                    break
                 stagings = self.stagings.divided(schedule, saving, MOST_DIVISIONS)
                 if saving.recomputes:
                     # That everything is made again is more than most need.
@@ -182,16 +188,17 @@ class _PipelineSearch:
         taken = idle = 0
         operators = len(self.stagings.graph.operators) * self.trial.problem.micro_batches
         most = min(MOST_MOVES, max(FEWEST_MOVES, OPERATORS_WALKED // operators))
+        most = min(most, max(1, TASKS_WALKED // (operators * self.trial.problem.device_count)))
         while taken < most and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
-            limit = _limit(costs[current], rng)
-            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal, limit)
+            bound = _Bound(costs[current], rng)
+            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal, bound)
             if proposal is None or outcome is None:
                 idle += 1
                 continue
             taken, idle = taken + 1, 0
             costs[proposal] = outcome
-            if outcome < limit:
+            if outcome < bound.drawn:
                 current = proposal
             if outcome < costs[best]:
                 best = proposal
@@ -207,11 +214,22 @@ def _kind(staging: Staging) -> tuple[bool, bool]:
     return staging.schedule is Schedule.INTERLEAVED, staging.stages > 1
 
 
-def _limit(current: Outcome, rng: np.random.Generator) -> Outcome:
-    """Return the outcome that a step is made below: to what is no worse, else by Metropolis if it exceeds no more."""
-    # The chance that a step takes so much longer is as great as that of the number drawn, from 0 to below 1.
-    longer = -TEMPERATURE * log(1 - rng.random())
-    return Outcome(current.excess_bytes, int(current.step_time_ns * (1 + longer)) + 1)
+class _Bound:
+    """The outcome that a step is made below: to what is no worse, else by Metropolis if it exceeds no more.
+
+    It is drawn when it is asked for, so that proposals without a strategy draw nothing.
+    """
+
+    def __init__(self, current: Outcome, rng: np.random.Generator) -> None:
+        self.drawn = current
+        self._rng = rng
+
+    def __call__(self) -> Outcome:
+        """Draw and return it."""
+        chance = max(self._rng.random(), _LEAST_CHANCE)
+        most_ns = int(self.drawn.step_time_ns * (1 - TEMPERATURE * log(chance)))
+        self.drawn = Outcome(self.drawn.excess_bytes, most_ns + 1)
+        return self.drawn
 
 
 class _Moves:
