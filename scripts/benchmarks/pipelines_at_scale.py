@@ -3,9 +3,11 @@
 Models of FlexFlow's P100 cluster, in float32, and of 8 HGX H100, in bfloat16; Adam, steps by data sheets, nothing is
 measured. As `app search --micro-batches auto` does it, each number of micro-batches has a search of its own, with one
 global batch. Each is compared with the best 3-D parallelism within the memories: all degrees of Megatron-LM, under
-GPipe and 1F1B, without and with ZeRO-2, and where activations must be made again, as much as must; simulated apart
-from the search, in full but for those of which a device or link is busy for longer than the best step so far. A search takes one core; its seconds are those of that core, since others may use the machine. That none is
-worse than the best baseline must hold, else the benchmark fails.
+GPipe and 1F1B, without and with ZeRO-2, and where activations must be made again, as much as must. These are simulated
+apart from the search, in full but for those of which a device or link is busy for longer than the best step so far.
+
+A search takes one core; its seconds are those of that core, since others may use the machine. That none is worse than
+the best baseline must hold, else the benchmark fails.
 """
 
 from __future__ import annotations
