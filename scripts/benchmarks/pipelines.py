@@ -104,12 +104,12 @@ def _row(name: str, preset: str, batch_size: int, micro_batches: int) -> tuple[R
         "gain (%)": 100 * gain if fits else None,
         "seconds": seconds,
         "simulated": result.simulated,
-        "chosen": _text(problem, result.strategy),
+        "chosen": chosen_text(problem, result.strategy),
     }
     return row, gain, seconds
 
 
-def _text(problem: Problem, strategy: Strategy) -> str:
+def chosen_text(problem: Problem, strategy: Strategy) -> str:
     """Return a strategy's schedule, and of each stage the share of operators and devices; and what saves memory."""
     from graph.schedule import stages_of
 

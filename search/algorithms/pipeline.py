@@ -12,9 +12,9 @@ acceptance as in FlexFlow (arXiv:1807.05358), section 6.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import exp
+from math import log
 
 import numpy as np
 
@@ -40,12 +40,15 @@ RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FEWEST_MOVES, MOST_MOVES = 400, 1500
 OPERATORS_WALKED = 1_000_000
 """A walk has as many moves as have so many operators in all their micro-batches together, within these numbers."""
+TASKS_WALKED = 56_000_000
+"""Nor has a walk more moves than have so many operators in all micro-batches on all devices together."""
 MOVES_ASTRAY = 50
 """Moves after which a walk goes on from its best."""
 MOST_DRAWS = 200
 """Draws of a move in a row that give nothing new, after which the walk ends."""
 TEMPERATURE = 0.01
 """By what share of its time a step is worse that is accepted once in e times."""
+_LEAST_CHANCE = 2.0**-64
 
 
 def _pipeline(trial: Trial, starts: Sequence[Strategy], seed: int) -> None:
@@ -80,31 +83,61 @@ def _refuse(problem: Problem) -> None:
 
 
 class _PipelineSearch:
-    """The stagings that were simulated, and their outcomes; None of one that has no strategy."""
+    """The stagings that were simulated, and their outcomes; None of one that has no strategy.
+
+    Of a staging that cannot be the best of its kind, nor a step of a walk, the outcome is only as much as shows it: its
+    excess, and what a step takes at least.
+    """
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.stagings = Stagings(trial.problem, trial.builder)
         self.outcomes: dict[Staging, Outcome | None] = {}
+        # By kind: from one to another a walk seldom comes. The best, and its staging.
+        self.best: dict[tuple[bool, bool], tuple[Outcome, Staging]] = {}
 
-    def take(self, staging: Staging) -> Outcome | None:
-        """Simulate a staging that was not yet; return its outcome, or None where it has no strategy."""
+    def take(self, staging: Staging, limit: Callable[[], Outcome] | None = None) -> Outcome | None:
+        """Simulate a staging that was not yet; return its outcome, or None where it has no strategy.
+
+        limit: returns what it must be below to count, not below the best so far; None: the best of its kind.
+        """
         if staging not in self.outcomes:
             strategy = self.stagings.strategy(staging)
             if strategy is None:
                 self.outcomes[staging] = None
             else:
-                self.trial.take(strategy)
+                self.trial.take(strategy, self._best_of(staging) if limit is None else limit())
                 self.outcomes[staging] = self.trial.latest
+                if limit is None:
+                    self._keep(staging, self.trial.latest)
         return self.outcomes[staging]
 
+    def _best_of(self, staging: Staging) -> Outcome | None:
+        """Return the best outcome of a staging's kind; None where there is none yet."""
+        best = self.best.get(_kind(staging))
+        return None if best is None else best[0]
+
+    def _keep(self, staging: Staging, outcome: Outcome) -> None:
+        best = self._best_of(staging)
+        if best is None or outcome < best:
+            self.best[_kind(staging)] = outcome, staging
+
     def take_fitting(self, staging: Staging) -> None:
-        """Simulate a staging without and with ZeRO-2 and, as long as both exceed memories, more and more made again."""
+        """Simulate a staging without and with ZeRO-2 and, as long as both exceed memories, more and more made again.
+
+        Not where that takes too long without what is made again, which only adds to it.
+        """
         for share in RECOMPUTED_SHARES:
             again = self.stagings.recomputing(staging, share)
             outcomes = [self.take(replace(again, shares_optimizer=shares)) for shares in (False, True)]
             if any(outcome is None or not outcome.excess_bytes for outcome in outcomes):
                 return
+            best = self._best_of(staging)
+            # Of what exceeds memories, once something fits, outcomes have the least time.
+            if best is not None and not best.excess_bytes and not share:
+                times = [outcome.step_time_ns for outcome in outcomes if outcome is not None]
+                if min(times) >= best.step_time_ns:
+                    return
 
     def take_start(self, start: Strategy) -> None:
         """Simulate a start with the problem's micro-batches, and without what these do not go with."""
@@ -129,6 +162,9 @@ class _PipelineSearch:
         # Actors with the credits of 1f1b would divide as it does.
         for schedule in [one for one in schedules if one is not Schedule.ACTORS] or schedules:
             for saving in MEMORY_SAVINGS:
+                if saving.recomputes and schedule is Schedule.GPIPE and len(schedules) > 1:
+                    # 1f1b is predicted to take as long, and keeps less.
+                    break
                 stagings = self.stagings.divided(schedule, saving, MOST_DIVISIONS)
                 if saving.recomputes:
                     # That everything is made again is more than most need.
@@ -140,14 +176,9 @@ class _PipelineSearch:
 
     def walk(self, rng: np.random.Generator) -> None:
         """Walk from the best staging of one stage, of one a group of devices, and of several a group."""
-        # From kind to kind it is far: stages of another one have other sizes, and there are more of them.
-        simulated: dict[tuple[bool, bool], list[tuple[Outcome, int, Staging]]] = {}
-        for number, (staging, outcome) in enumerate(self.outcomes.items()):
-            if outcome is not None:
-                kind = staging.schedule is Schedule.INTERLEAVED, staging.stages > 1
-                simulated.setdefault(kind, []).append((outcome, number, staging))
-        for kind in sorted(simulated):
-            cost, _, start = min(simulated[kind], key=lambda entry: entry[:2])
+        starts = dict(self.best)
+        for kind in sorted(starts):
+            cost, start = starts[kind]
             self._walk_from(start, cost, rng)
 
     def _walk_from(self, start: Staging, cost: Outcome, rng: np.random.Generator) -> None:
@@ -157,15 +188,17 @@ class _PipelineSearch:
         taken = idle = 0
         operators = len(self.stagings.graph.operators) * self.trial.problem.micro_batches
         most = min(MOST_MOVES, max(FEWEST_MOVES, OPERATORS_WALKED // operators))
+        most = min(most, max(1, TASKS_WALKED // (operators * self.trial.problem.device_count)))
         while taken < most and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
-            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal)
+            bound = _Bound(costs[current], rng)
+            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal, bound)
             if proposal is None or outcome is None:
                 idle += 1
                 continue
             taken, idle = taken + 1, 0
             costs[proposal] = outcome
-            if _accepts(costs[current], outcome, rng):
+            if outcome < bound.drawn:
                 current = proposal
             if outcome < costs[best]:
                 best = proposal
@@ -173,15 +206,30 @@ class _PipelineSearch:
                 current = best
 
 
-def _accepts(current: Outcome, proposed: Outcome, rng: np.random.Generator) -> bool:
-    """Return whether a step is made: always to what is no worse, else by Metropolis if it fits the memories."""
-    chance = rng.random()
-    if proposed <= current:
-        return True
-    if proposed.excess_bytes > current.excess_bytes:
-        return False
-    worse = proposed.step_time_ns / max(1, current.step_time_ns) - 1
-    return bool(chance < exp(-worse / TEMPERATURE))
+def _kind(staging: Staging) -> tuple[bool, bool]:
+    """Return whether groups of devices have several stages, and whether there are several at all.
+
+    From kind to kind it is far: stages of another one have other sizes, and there are more of them.
+    """
+    return staging.schedule is Schedule.INTERLEAVED, staging.stages > 1
+
+
+class _Bound:
+    """The outcome that a step is made below: to what is no worse, else by Metropolis if it exceeds no more.
+
+    It is drawn when it is asked for, so that proposals without a strategy draw nothing.
+    """
+
+    def __init__(self, current: Outcome, rng: np.random.Generator) -> None:
+        self.drawn = current
+        self._rng = rng
+
+    def __call__(self) -> Outcome:
+        """Draw and return it."""
+        chance = max(self._rng.random(), _LEAST_CHANCE)
+        most_ns = int(self.drawn.step_time_ns * (1 - TEMPERATURE * log(chance)))
+        self.drawn = Outcome(self.drawn.excess_bytes, most_ns + 1)
+        return self.drawn
 
 
 class _Moves:

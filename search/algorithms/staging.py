@@ -95,6 +95,9 @@ class Stagings:
         self.cuts = cut_points(problem.graph, most_cuts)
         self.costs = PipelineCosts(problem, self.splits, self.cuts, builder or builder_of(problem))
         self.groups: tuple[Group, ...] = find_groups(problem.graph)
+        # By whether all micro-batches are in flight; ascending.
+        self._divisions: dict[tuple[bool, MemorySaving], tuple[StageTable, list[Division]]] = {}
+        self._of_triples: dict[tuple[Split, int, bool], Division | None] = {}
 
     @property
     def most_stages(self) -> int:
@@ -207,10 +210,11 @@ class Stagings:
         """
         division = None
         if chunks == 1:
-            table = self.costs.table(
-                self.problem.micro_batches, keeps_all=schedule is Schedule.GPIPE, split=split
-            )
-            division = divided(table, stages)
+            key = split, stages, schedule is Schedule.GPIPE
+            if key not in self._of_triples:
+                table = self.costs.table(self.problem.micro_batches, keeps_all=key[-1], split=split)
+                self._of_triples[key] = divided(table, stages)
+            division = self._of_triples[key]
         if division is not None:
             firsts = tuple(stage.first for stage in division.stages[1:])
         else:
@@ -240,10 +244,12 @@ class Stagings:
         Raises:
             CostError: a local call has no cost.
         """
-        table = self.costs.table(
-            self.problem.micro_batches, keeps_all=schedule is Schedule.GPIPE, saving=saving
-        )
-        found = sorted(divisions(table, self.most_stages), key=lambda division: division.total_ns)
+        key = schedule is Schedule.GPIPE, saving
+        if key not in self._divisions:
+            table = self.costs.table(self.problem.micro_batches, keeps_all=key[0], saving=saving)
+            ascending = sorted(divisions(table, self.most_stages), key=lambda division: division.total_ns)
+            self._divisions[key] = table, ascending
+        table, found = self._divisions[key]
         return [self._of_division(table, division, schedule, saving) for division in found[:most]]
 
     def _of_division(

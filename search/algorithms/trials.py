@@ -49,8 +49,10 @@ class Trial(BestTracker):
         """How many simulations may still be made."""
         return self.most - self.simulated
 
-    def take(self, strategy: Strategy) -> bool:
+    def take(self, strategy: Strategy, limit: Outcome | None = None) -> bool:
         """Simulate a strategy, with the problem's micro-batches; return whether it is the best so far.
+
+        limit: as of `BestTracker.take`.
 
         Raises:
             BudgetSpent: no further simulation may be made.
@@ -58,7 +60,7 @@ class Trial(BestTracker):
         """
         if not self.left:
             raise BudgetSpent
-        better = super().take(self.problem.in_micro_batches(strategy))
+        better = super().take(self.problem.in_micro_batches(strategy), limit)
         self.accepted += better
         if self.observer is not None and self.found is not None:
             self.observer.progress(self.simulated, self.accepted, self.found[0].seconds)

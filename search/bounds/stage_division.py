@@ -156,11 +156,12 @@ def _of_least_sum(table: StageTable, most_stages: int, bound_ns: float) -> Divis
     devices = len(table.options)
     # By the number of stages, and the device that the first of them begins with.
     suffixes: dict[tuple[int, int], _Suffixes] = {}
+    runs = _Runs(table, bound_ns)
     for stages in range(1, min(most_stages, devices, table.segments) + 1):
         for device in range(devices):
             if not table.options[device]:
                 continue
-            found = _suffixes(table, suffixes, stages, device, bound_ns)
+            found = _suffixes(runs, suffixes, stages, device)
             if found is not None:
                 suffixes[stages, device] = found
     firsts = [
@@ -175,10 +176,31 @@ def _of_least_sum(table: StageTable, most_stages: int, bound_ns: float) -> Divis
     return _followed(table, suffixes, stages, option)
 
 
+class _Runs:
+    """What a micro-batch takes in runs of segments of a table, infinite in those that exceed a bound or the memory."""
+
+    def __init__(self, table: StageTable, bound_ns: float) -> None:
+        self.table = table
+        self.bound_ns = bound_ns
+        # Many options have the same costs, and many numbers of stages as many micro-batches in flight.
+        self._micro_ns: dict[tuple[int, int, int], Array] = {}
+
+    def micro_ns_BB(self, option: StageOption, in_flight: int) -> Array:  # noqa: N802 - the shape suffix
+        """Return the nanoseconds of a run by where it begins (rows) and ends."""
+        key = id(option.costs), option.capacity_bytes, in_flight
+        if key not in self._micro_ns:
+            micro, once, static, kept = option.costs.of_runs
+            fits = static + in_flight * kept <= option.capacity_bytes
+            fits &= (self.table.micro_batches - 1) * micro + once < self.bound_ns
+            self._micro_ns[key] = np.where(np.triu(fits, 1), micro, inf)
+        return self._micro_ns[key]
+
+
 def _suffixes(
-    table: StageTable, later: Mapping[tuple[int, int], _Suffixes], stages: int, device: int, bound_ns: float
+    runs: _Runs, later: Mapping[tuple[int, int], _Suffixes], stages: int, device: int
 ) -> _Suffixes | None:
     """Return the least sums of so many stages from a device on; None where there are none."""
+    table, bound_ns = runs.table, runs.bound_ns
     options, boundaries = table.options[device], table.segments + 1
     sum_ns = np.full((len(options), boundaries), inf)
     end, following = (np.zeros((len(options), boundaries), np.int64) for _ in range(2))
@@ -196,16 +218,11 @@ def _suffixes(
             sums = np.where((table.micro_batches - 1) * transfers < bound_ns, rest + transfers, inf)
             following[number] = sums.argmin(axis=0)
             ahead = sums.min(axis=0)
-        ends = np.flatnonzero(ahead < inf)
-        if len(ends) == 0:
+        if not (ahead < inf).any():
             continue
-        micro, once, static, kept = (of_runs[:, ends] for of_runs in option.costs.of_runs)
-        fits = static + table.in_flight(stages) * kept <= option.capacity_bytes
-        fits &= (table.micro_batches - 1) * micro + once < bound_ns
-        fits &= np.arange(boundaries)[:, None] < ends
-        sums = np.where(fits, micro + ahead[ends], inf)
-        end[number] = ends[sums.argmin(axis=1)]
-        sum_ns[number] = sums.min(axis=1)
+        sums = runs.micro_ns_BB(option, table.in_flight(stages)) + ahead
+        end[number] = sums.argmin(axis=1)
+        sum_ns[number] = sums[np.arange(boundaries), end[number]]
     return _Suffixes(sum_ns, end, following) if (sum_ns < inf).any() else None
 
 

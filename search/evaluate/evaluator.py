@@ -12,6 +12,7 @@ from graph.schedule import ONE_BATCH
 from graph.strategy import Configuration
 from search.orders import Order
 from search.outcome import NEVER_NS, Outcome
+from search.simulate.micro_batches import busiest_ns
 
 if TYPE_CHECKING:
     from search.simulate.strategy_state import Layout, Undo
@@ -55,9 +56,17 @@ def evaluation(layout: Layout, order: Order) -> Evaluation:
     return FullEvaluation(layout, order, stops=True)
 
 
-def outcome(layout: Layout, order: Order) -> Outcome:
-    """Simulate a layout in full."""
-    step_time_ns, _ = layout.run(order)
+def outcome(layout: Layout, order: Order, limit: Outcome | None = None) -> Outcome:
+    """Simulate a layout in full; one that cannot be below a limit only as far as shows it.
+
+    Then the result has its exact excess, and the time that a step takes at least; it is not below the limit either.
+    """
+    of_one = layout.micro_batch()
+    if limit is not None:
+        least = Outcome(layout.excess_bytes, busiest_ns(of_one))
+        if least >= limit:
+            return least
+    step_time_ns, _ = layout.run(order, of_one=of_one)
     return Outcome(layout.excess_bytes, step_time_ns)
 
 

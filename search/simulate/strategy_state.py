@@ -38,7 +38,14 @@ from search.kernels.weight_gathers import find_gathers
 from search.outcome import NEVER_NS
 from search.simulate.arrays import static_values
 from search.simulate.fragment_cache import SHARING_CODE, Chosen
-from search.simulate.micro_batches import Pipeline, StepTasks, pipeline_of, unrolled, with_acted_units
+from search.simulate.micro_batches import (
+    MicroBatchTasks,
+    Pipeline,
+    StepTasks,
+    pipeline_of,
+    unrolled,
+    with_acted_units,
+)
 from search.simulate.priorities import positions, tac_of, tic_of
 
 if TYPE_CHECKING:
@@ -259,8 +266,8 @@ class Layout:
         emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
         return self._tasks, resource_sets
 
-    def step(self) -> StepTasks:
-        """Return the tasks of a step, valid until the next change, and find its peak memory.
+    def micro_batch(self) -> MicroBatchTasks:
+        """Return the tasks of one micro-batch, valid until the next change, and find the peak memory of a step.
 
         Raises:
             StrategyError: the schedule is interleaved, and groups of devices do not take turns.
@@ -272,7 +279,7 @@ class Layout:
         columns["pred"] = assembled.pred[: assembled.pred_ptr[count]]
         tasks = Tasks(**columns)
         if self.micro_batches == ONE_BATCH:
-            return StepTasks(tasks, None)
+            return MicroBatchTasks(tasks, resource_sets)
         pipeline = pipeline_of(
             self.builder.graph, self.configurations, self.micro_batches, self.groups.last_O
         )
@@ -285,6 +292,20 @@ class Layout:
             parts = parts._replace(weight_ns_T=parts.weight_ns_T + added_ns)
             added_ns = np.where(parts.is_divided_T, 0, added_ns)
         tasks = tasks._replace(run_ns=tasks.run_ns + added_ns)
+        return MicroBatchTasks(tasks, resource_sets, pipeline, parts)
+
+    def step(self, of_one: MicroBatchTasks | None = None) -> StepTasks:
+        """Return the tasks of a step, valid until the next change, and find its peak memory.
+
+        of_one: what `micro_batch` gives, if it was called.
+
+        Raises:
+            StrategyError: the schedule is interleaved, and groups of devices do not take turns.
+        """
+        tasks, resource_sets, pipeline, parts = self.micro_batch() if of_one is None else of_one
+        if pipeline is None:
+            return StepTasks(tasks, None)
+        builder = self.builder
         device_count = len(builder.topology.devices)
         if self.micro_batches.schedule is Schedule.ACTORS and builder.topology.acts:
             pipeline = with_acted_units(pipeline, self.micro_batches, tasks, device_count, self._served)
@@ -351,12 +372,14 @@ class Layout:
             self._derivation,
         )
 
-    def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
+    def run(
+        self, order: str, bound_ns: int = NEVER_NS, of_one: MicroBatchTasks | None = None
+    ) -> tuple[int, Timeline]:
         """Assemble and simulate; return the makespan in nanoseconds and the timeline (valid until the next run).
 
-        In fifo order and by priority it is -1 where it exceeds the bound.
+        In fifo order and by priority it is -1 where it exceeds the bound. of_one: as of `step`.
         """
-        tasks, _ = self.step()
+        tasks, _ = self.step(of_one)
         count = len(tasks.kind)
         if len(self._timeline.start_ns) < count:
             self._timeline = Timeline(*(np.zeros(2 * count, np.int64) for _ in range(3)))

@@ -42,6 +42,13 @@ class PartCosts(NamedTuple):
     weight_origin_T: Array
 
 
+class _KeptBytes(NamedTuple):
+    """The bytes that a task alone keeps, and the numbers and bytes of regions that others may keep as well."""
+
+    own: int
+    regions: tuple[tuple[int, int], ...]
+
+
 class WeightParts:
     """The parts of all backwards of a graph; costs of equal operators and degrees are kept."""
 
@@ -56,6 +63,10 @@ class WeightParts:
         self._parts = [backward_parts(graph, operator) for operator in graph.operators]
         self.is_divided_O = np.array([parts.has_weights for parts in self._parts], np.bool_)
         self._rows: dict[tuple[int, BackwardParts, Degrees, str], Array] = {}
+        # Of an operator and its degrees, by task.
+        self._kept: dict[tuple[int, Degrees], list[_KeptBytes]] = {}
+        # A number for every region of a value; equal ones, equal regions.
+        self._numbers: dict[tuple[str, object], int] = {}
 
     def costs(self, tasks: Tasks, configurations: Sequence[Configuration], kind_of: KindOf) -> PartCosts:
         """Return the costs of both parts of every backward that has a weight part.
@@ -111,7 +122,7 @@ class WeightParts:
     ) -> Array:
         """Return the bytes that each stage keeps on each device from input parts to weight parts of a micro-batch."""
         kept = np.zeros(shape, np.int64)
-        graph, seen = self._graph, set()
+        seen: set[tuple[int, int]] = set()
         divided = np.flatnonzero(
             (tasks.kind == BACKWARD) & self.is_divided_O[tasks.subject % len(self.is_divided_O)]
         )
@@ -121,22 +132,38 @@ class WeightParts:
             tasks.resource_set[divided].tolist(),
             strict=True,
         ):
-            operator, degrees = graph.operators[index], configurations[index].degrees
-            call = self._local_calls(graph, operator, degrees)[part]
-            size_bytes = extra_bytes(call)
-            for spec in call.outputs:
-                size_bytes += spec.size_bytes * ((spec.dtype in FLOATING) + keeps_output(operator))
-            for slot in kept_inputs(operator, graph.gradient_inputs(operator)):
-                name = operator.inputs[slot]
-                if graph.value_by_name[name].kind is not ValueKind.OPERATOR:
-                    continue
-                space = operator.space
-                region = operand_regions(space.axes, space.inputs[slot], degrees)[part]
-                if (name, device, region) not in seen:
-                    seen.add((name, device, region))
-                    size_bytes += call.inputs[slot].size_bytes
+            size_bytes, regions = self._kept_of(index, configurations[index].degrees)[part]
+            for number, region_bytes in regions:
+                if (number, device) not in seen:
+                    seen.add((number, device))
+                    size_bytes += region_bytes
             kept[stage_O[index], device] += size_bytes
         return kept
+
+    def _kept_of(self, index: int, degrees: Degrees) -> list[_KeptBytes]:
+        """Return what each task of an operator keeps."""
+        if (index, degrees) in self._kept:
+            return self._kept[index, degrees]
+        graph, operator = self._graph, self._graph.operators[index]
+        space = operator.space
+        slots = [
+            slot
+            for slot in kept_inputs(operator, graph.gradient_inputs(operator))
+            if graph.value_by_name[operator.inputs[slot]].kind is ValueKind.OPERATOR
+        ]
+        regions = [operand_regions(space.axes, space.inputs[slot], degrees) for slot in slots]
+        result: list[_KeptBytes] = []
+        for part, call in enumerate(self._local_calls(graph, operator, degrees)):
+            own = extra_bytes(call) + sum(
+                spec.size_bytes * ((spec.dtype in FLOATING) + keeps_output(operator)) for spec in call.outputs
+            )
+            numbers = (
+                self._numbers.setdefault((operator.inputs[slot], of_slot[part]), len(self._numbers))
+                for slot, of_slot in zip(slots, regions, strict=True)
+            )
+            sizes = (call.inputs[slot].size_bytes for slot in slots)
+            result.append(_KeptBytes(own, tuple(zip(numbers, sizes, strict=True))))
+        return self._kept.setdefault((index, degrees), result)
 
 
 def with_weight_parts(

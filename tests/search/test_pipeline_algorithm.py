@@ -20,6 +20,8 @@ from search.algorithms.staging import Staging, Stagings, pipeline_baselines
 from search.bounds.pipeline_costs import NO_SAVING
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
+from search.evaluate.evaluator import outcome
+from search.outcome import Outcome
 from search.problem import Problem
 from search.space.baselines import data_parallel, fsdp
 from search.space.pipelines import Split
@@ -67,6 +69,26 @@ def test_the_result_is_no_worse_than_any_3d_baseline_and_takes_what_is_reported(
     assert baselines
     for baseline in baselines:
         assert result.outcome <= simulated(posed, baseline.strategy, "program"), baseline.name
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_under_a_limit_an_outcome_is_exact_or_shows_that_the_exact_one_is_not_below_it(
+    name: str, micro_batches: int
+) -> None:
+    posed = problem(GRAPHS[name], micro_batches, memory_bytes=4000)
+    builder = builder_of(posed)
+    layouts = [builder.layout(baseline.strategy) for baseline in pipeline_baselines(posed)[::4]]
+    exact = [outcome(layout, "program") for layout in layouts]
+    passed_by = 0
+    for layout, own in zip(layouts, exact, strict=True):
+        for limit in (min(exact), Outcome(own.excess_bytes, own.step_time_ns + 1), Outcome(0, 0)):
+            limited = outcome(layout, "program", limit)
+            assert limited.excess_bytes == own.excess_bytes
+            assert limited <= own
+            assert limited == own or own >= limited >= limit
+            passed_by += limited != own
+    assert passed_by
 
 
 def test_one_seed_gives_one_result_and_keeps_to_its_budget() -> None:
