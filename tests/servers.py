@@ -3,7 +3,7 @@
 A process that multiprocessing starts afresh ("spawn") imports them for two seconds of processor time, as long as most
 of these tests work. The server is such a process itself, and forks before anything is computed: its children have no
 threads of torch's and no state of the tests'. They share one seed of hashes. Commands that tests start as processes of
-their own, and the trainers of tests/runtime, start theirs as a user's do.
+their own, and the training example, start theirs as a user's do.
 """
 
 from __future__ import annotations

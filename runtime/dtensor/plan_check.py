@@ -1,27 +1,28 @@
 """Runs a generated plan on gloo processes of this machine, before it is handed over.
 
-Each process of `torchrun` executes this module; the first one that fails writes why into a file of its own.
+Every rank that fails writes why into a file of its own; the first one counts.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import io
 import os
-import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiler.pinning import child_variables
+from graph.errors import RuntimeFailure
+from profiler.pinning import end_with_parent
+from runtime.launch.torchrun import call_on_ranks
 
 PLAN_FILE = "plan.py"
 SUMMARY_FILE = "summary"
 FAILURE_FILE = "failure"
-END_S = 5
-"""How long torchrun gets to end its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,50 +44,24 @@ def check_plan(source: str, processes: int, timeout_s: float) -> PlanCheck:
     """
     with tempfile.TemporaryDirectory(prefix="soapstone-plan-") as folder:
         Path(folder, PLAN_FILE).write_text(source)
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", __name__, folder,
-        ]  # fmt: skip
-        # Without GPUs, the file chooses gloo.
-        variables = {
-            **os.environ,
-            **child_variables(),
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        launcher = subprocess.Popen(
-            command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        reason = ""
         try:
-            _, errors = launcher.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return PlanCheck(failure=f"it ran for more than {timeout_s:g} s")
-        finally:
-            _end(launcher)
-        return _ending(Path(folder), errors)
+            # Without GPUs, the file chooses gloo.
+            call_on_ranks(processes, _check_as_rank, (folder, timeout_s), {"CUDA_VISIBLE_DEVICES": ""})
+        except RuntimeFailure as error:
+            reason = str(error)
+        return _ending(Path(folder), reason)
 
 
-def _end(launcher: subprocess.Popen[str]) -> None:
-    """End torchrun and its processes, where they still run; torchrun ends its own when it is asked to."""
-    if launcher.poll() is None:
-        launcher.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.communicate(timeout=END_S)
-            return
-        launcher.kill()
-        launcher.communicate()
-
-
-def _ending(folder: Path, errors: str) -> PlanCheck:
+def _ending(folder: Path, reason: str) -> PlanCheck:
     failures = sorted(folder.glob(f"{FAILURE_FILE}-*"), key=lambda file: file.stat().st_mtime_ns)
     if failures:
         return PlanCheck(failure=failures[0].read_text())
     summary = folder / SUMMARY_FILE
-    if summary.is_file():
+    if summary.is_file() and not reason:
         verdict, _, line = summary.read_text().partition("\n")
         return PlanCheck(equal=verdict == str(True), summary=line)
-    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "no reason given")
-    return PlanCheck(failure=f"its processes ended without a result ({last})")
+    return PlanCheck(failure=f"its processes ended without a result ({reason or 'no reason given'})")
 
 
 def _check(folder: Path) -> None:
@@ -110,17 +85,25 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-def main() -> None:
-    """Check a plan as one of torchrun's processes."""
-    folder = Path(sys.argv[1])
-    code = 0
+def _fail(folder: Path, reason: str) -> None:
+    """End this rank at once, with its reason in a file."""
+    (folder / f"{FAILURE_FILE}-{os.environ['RANK']}").write_text(reason)
+    os._exit(1)
+
+
+def _check_as_rank(folder: str, timeout_s: float) -> None:
+    """Check a plan as one of the launched processes."""
+    end_with_parent()
+    # A model of the user's own is in the current folder.
+    sys.path.insert(0, os.getcwd())
+    too_long = (Path(folder), f"it ran for more than {timeout_s:g} s")
+    limit = threading.Timer(timeout_s, _fail, too_long)
+    limit.daemon = True
+    limit.start()
     try:
-        _check(folder)
+        _check(Path(folder))
     except (Exception, SystemExit) as error:
-        (folder / f"{FAILURE_FILE}-{os.environ['RANK']}").write_text(_describe(error))
-        code = 1
-    os._exit(code)  # as generated files end: a thread of gloo may still hold a tensor
-
-
-if __name__ == "__main__":
-    main()
+        _fail(Path(folder), _describe(error))
+    limit.cancel()
+    # As generated files end: a thread of gloo that still holds a tensor would abort the interpreter's own end.
+    atexit.register(os._exit, 0)

@@ -11,10 +11,10 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graph.errors import RuntimeFailure
 from profiler.pinning import (
@@ -109,24 +109,45 @@ def _end_with(reason: str) -> None:
 def _launch(
     job: Job, devices: tuple[int | None, ...], device_type: str, timeout_s: float
 ) -> JobResult | None:
+    with tempfile.TemporaryDirectory(prefix="soapstone-run-") as folder:
+        # As a file, not as an argument: to hand over an argument, the launcher waits until the process has started and
+        # reads it, so that the processes would start one after another, and a signal meanwhile would cut it short.
+        file = Path(folder) / "job"
+        file.write_bytes(pickle.dumps(job.without_caches()))
+        result: JobResult | None = call_on_ranks(
+            len(devices), _work, (file, devices, device_type, timeout_s), {}
+        )
+    return result
+
+
+def call_on_ranks(
+    count: int, function: Callable[..., Any], arguments: tuple[Any, ...], variables: Mapping[str, str]
+) -> Any:
+    """Call a function in processes that torchrun's launcher starts on this machine; return what rank 0 returned.
+
+    Args:
+        count: of processes.
+        function: begins with `end_with_parent`; what it prints is not shown.
+        arguments: its own, few bytes.
+        variables: of the processes' environment, besides those that all have.
+
+    Raises:
+        RuntimeFailure: a rank failed; one line with the rank and the reason. All processes have ended.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     with (
-        tempfile.TemporaryDirectory(prefix="soapstone-run-") as folder,
+        tempfile.TemporaryDirectory(prefix="soapstone-ranks-") as folder,
         _quiet_launcher(),
         _own_handlers(),
         _no_child_left(),
     ):
-        # As a file, not as an argument: to hand over an argument, the launcher waits until the process has started and
-        # reads it, so that the processes would start one after another, and a signal meanwhile would cut it short.
-        file = Path(folder) / "job"
-        file.write_bytes(pickle.dumps(job.without_caches()))
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=len(devices),
+            nproc_per_node=count,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
@@ -143,10 +164,12 @@ def _launch(
             # The message of a failing rank is part of its error; nothing is printed to the terminal.
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
-        variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}
         try:
-            with started_with(variables), uninterrupted_children():
-                results = elastic_launch(config, _work)(file, devices, device_type, timeout_s)
+            with (
+                started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables(), **variables}),
+                uninterrupted_children(),
+            ):
+                results = elastic_launch(config, function)(*arguments)
         except ChildFailedError as error:
             raise RuntimeFailure(_explain(error)) from error
         except SignalException as error:
@@ -154,8 +177,7 @@ def _launch(
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
             raise SystemExit(128 + error.sigval) from error
-    result: JobResult | None = results[0]
-    return result
+    return results[0]
 
 
 def _explain(error: ChildFailedError) -> str:
@@ -207,10 +229,14 @@ def _no_child_left() -> Iterator[None]:
             process.join(SHUTDOWN_S)
 
 
+# Of the loggers of torch's launcher: its ranks, and the processes that they are.
+_LAUNCHERS = ("torch.distributed", "torch.multiprocessing")
+
+
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Keep the launcher's own log lines from the terminal: failures come back as one line."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(_LAUNCHERS)]
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)

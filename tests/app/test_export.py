@@ -148,6 +148,7 @@ def stored(command: Command, *options: str) -> str:
     return digest
 
 
+@pytest.mark.usefixtures("known_links")
 def test_a_checked_pipeline_runs_and_equals_the_network(
     command: Command, pipelines: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_checked_pipeline_runs_and_equals_the_network(
     assert "2 on 2 ranks, 4 micro-batches, 1f1b" in file.read_text()
 
 
+@pytest.mark.usefixtures("known_links")
 @pytest.mark.parametrize(
     ("options", "words"),
     [

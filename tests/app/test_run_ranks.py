@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from profiler.pinning import child_variables
-from tests.app.conftest import USERS_NETWORK
+from tests.app.conftest import USERS_NETWORK, Command
 
 NETWORK = f"""{USERS_NETWORK}
 def failing():
@@ -140,7 +140,10 @@ def test_a_topology_of_another_size_is_refused_by_rank_0_alone(folder: Path, dat
     assert executions(database) == []
 
 
-def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(folder: Path, database: Path) -> None:
+def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(
+    folder: Path, database: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
     probe = ("topology", "probe", "--device", "cpu", "--json")
     first, second = on_hosts(folder, 2, 2, *probe, "--name", "wire")
     # Others may work here meanwhile, and are then warned of.
@@ -155,31 +158,33 @@ def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(folder: Path, data
     algorithms = ("halving-doubling", "leaders-2x2")
     assert {f"all_reduce/{algorithm}" for algorithm in algorithms} <= patterns
     assert {f"successive/{algorithm}" for algorithm in ("library", *algorithms)} <= patterns
-    on_wire = ("--model", "networks:fine", "--topology", "wire", "--verify", "--json")
-    first, second = run_hosts(folder, 2, 2, *on_wire)
-    assert (first.code, second) == (0, Agent(0, "", ())), first
-    assert executions(database) == [("finished", None)]
-    _executes_the_algorithm_that_its_strategy_chooses(folder, database, on_wire)
+    _executes_the_algorithm_that_its_strategy_chooses(folder, database, command)
     with sqlite3.connect(database) as connection:
         # The run is on the devices that the probe stored.
         ((document,),) = connection.execute("SELECT document FROM topologies").fetchall()
     assert json.loads(document)["links"] == topology["links"]
 
 
-def _executes_the_algorithm_that_its_strategy_chooses(
-    folder: Path, database: Path, on_wire: tuple[str, ...]
-) -> None:
-    with sqlite3.connect(database) as connection:
-        ((document,),) = connection.execute("SELECT document FROM strategies").fetchall()
-    chosen = {"devices": [0, 1, 2, 3], "algorithm": "leaders-2x2"}
+def _executes_the_algorithm_that_its_strategy_chooses(folder: Path, database: Path, command: Command) -> None:
+    on_wire = ("--model", "networks:fine", "--topology", "wire", "--json")
+    searched = command("search", *on_wire, "--proposals", "0", "--on-miss", "estimate")
+    assert searched.code == 0, searched
+    (digest,) = [
+        prediction["digest"]
+        for prediction in searched.document["predictions"]
+        if prediction["name"] == "data-parallel"
+    ]
     file = folder / "chosen.json"
-    file.write_text(json.dumps({**json.loads(document), "collective_algorithms": [chosen]}))
+    assert command("strategy", "export", digest, str(file)).code == 0
+    chosen = {"devices": [0, 1, 2, 3], "algorithm": "leaders-2x2"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "collective_algorithms": [chosen]}))
     arguments = (*RUN[:3], str(file), *RUN[4:])
-    first, second = on_hosts(folder, 2, 2, "run", *on_wire, *arguments)
+    first, second = on_hosts(folder, 2, 2, "run", *on_wire, "--verify", *arguments)
     assert (first.code, second) == (0, Agent(0, "", ())), first
     report = json.loads(first.output)
     assert report["verified"]
     assert report["all_reduces"] == [{**chosen, "from_bytes": 0}]
+    assert executions(database) == [("finished", None)]
 
 
 def test_a_probe_of_ranks_without_a_name_is_refused_by_rank_0_alone(folder: Path, database: Path) -> None:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import graph as graph_package
 from app.db.failures import MALFORMED
 from app.folders import user_folder
-from app.services.files import replacing
 from graph.canonical import canonical_json, digest
 from graph.document import graph_from_document, graph_to_document
 from graph.errors import GraphError, SoapstoneError
@@ -118,6 +117,8 @@ def load(key: str) -> tuple[OperatorGraph, int] | None:
 
 def save(key: str, graph: OperatorGraph, batch_size: int) -> None:
     """Write a graph under a key; nothing where the folder cannot be written, or sources changed meanwhile."""
+    from app.services.files import replacing  # not at the top: workers of a run need no database
+
     path = _path(key)
     text = canonical_json({"key": key, "graph": graph_to_document(graph), "batch_size": batch_size})
     with suppress(OSError, SoapstoneError):
