@@ -29,6 +29,8 @@ NETWORKS = [
             "gpt2",
             "dlrm",
             "candle-uno",
+            "resnext50",
+            "xdl",
         )
     ),
 ]
