@@ -47,7 +47,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "on_miss": ("estimate", "measure", "fail"),
     "algorithm": (
         "mcmc", "optcnn", "tofu", "greedy", "random", "exhaustive", "sharding", "recomputation", "mcmc,greedy", ",",
-        "mcmc,,",
+        "mcmc,,", "placement",
     ),
     "recompute": ("all", "none"),
     "strategy": (
