@@ -8,7 +8,7 @@ Neither torch nor SQL is known here; numba is imported when something is simulat
     search.simulate     from a strategy to the time and memory of its step
     search.kernels      the compiled part of it
     search.evaluate     what a proposal costs: in full, or by what it changes
-    search.algorithms   chains, moves, the proposal log; greedy, OptCNN, exhaustive; weight sharding, checkpointing
+    search.algorithms   chains, moves, the proposal log; greedy, OptCNN, Tofu, placement, exhaustive, sharding
     search.bounds       lower bounds
     search.parallel     chains in several processes, kernels compiled ahead
 """

@@ -115,9 +115,9 @@ def search(
         str | None,
         typer.Option(
             "--algorithm",
-            help="mcmc, optcnn, exhaustive, greedy, random, sharding or recomputation; several joined by commas, each "
-            "a start of the next. With micro-batches pipeline, greedy, random or recomputation. Default: mcmc, with "
-            "micro-batches pipeline.",
+            help="mcmc, optcnn, tofu, placement, exhaustive, greedy, random, sharding or recomputation; several "
+            "joined by commas, each a start of the next. With micro-batches pipeline, greedy, random or recomputation. "
+            "Default: mcmc, with micro-batches pipeline.",
             show_default=False,
         ),
     ] = None,

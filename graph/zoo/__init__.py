@@ -166,6 +166,27 @@ _ENTRIES = (
             "trunk": (16, 16, 16),
         },
     ),
+    _entry(
+        "resnext50",
+        "ResNeXt-50, 32x4d: grouped convolutions",
+        "Xie et al., Aggregated Residual Transformations for Deep Neural Networks, arXiv:1611.05431",
+        256,
+        {
+            "image_size": 33,
+            "width": 1 / 8,
+            "blocks": (1, 1),
+            "groups": 4,
+            "group_width": 2,
+            "classes": 10,
+        },
+    ),
+    _entry(
+        "xdl",
+        "XDL, advertisements: tables and linear layers",
+        "Unity (OSDI 2022), sizes of its public code; Jiang et al., XDL, DLP-KDD 2019",
+        64,
+        {"tables": 3, "rows": 20, "embedding": 6, "bag": 2, "layers": (12, 10, 2)},
+    ),
     _entry("mlp", "Multilayer perceptron", "none; sizes of our own", 64, {"widths": (12, 24, 24, 10)}),
 )
 

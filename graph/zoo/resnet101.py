@@ -1,6 +1,7 @@
-"""ResNet-101 with the stride in the 3x3 convolution of a bottleneck.
+"""ResNet-101 with the stride in the 3x3 convolution of a bottleneck, and its relatives of grouped convolutions.
 
-Source: He et al., arXiv:1512.03385, table 1; 44.5 million parameters.
+Source: He et al., arXiv:1512.03385, table 1; 44.5 million parameters. The bottleneck of ResNeXt has a grouped 3x3
+convolution between more channels (Xie et al., arXiv:1611.05431, figure 3c).
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1, 3 and 1 beside a shortcut, which is projected where the shape changes."""
+    """Convolutions of 1, 3 and 1 beside a shortcut, which is projected where the shape changes.
 
-    def __init__(self, inputs: int, channels: int, stride: int) -> None:
+    That of 3 has `groups` groups, and `inner` channels.
+    """
+
+    def __init__(self, inputs: int, outputs: int, inner: int, stride: int, groups: int) -> None:
         super().__init__()
-        outputs = channels * EXPANSION
-        self.conv1 = nn.Conv2d(inputs, channels, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-        self.conv3 = nn.Conv2d(channels, outputs, 1, bias=False)
+        self.conv1 = nn.Conv2d(inputs, inner, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride=stride, padding=1, groups=groups, bias=False)
+        self.norm2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
         self.norm3 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
@@ -42,9 +45,14 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network of bottlenecks in four stages; forward returns the mean cross entropy."""
+    """A residual network of bottlenecks in four stages; forward returns the mean cross entropy.
 
-    def __init__(self, *, classes: int, width: float, blocks: Sequence[int]) -> None:
+    With `groups`, each has `group_width` channels in the first stage, twice as many in each that follows.
+    """
+
+    def __init__(
+        self, *, classes: int, width: float, blocks: Sequence[int], groups: int = 1, group_width: int = 0
+    ) -> None:
         super().__init__()
         channels = scaled(64, width)
         self.conv = nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)
@@ -54,8 +62,10 @@ class ResNet(nn.Module):
         for stage, count in enumerate(blocks):
             for block in range(count):
                 stride = 2 if stage > 0 and block == 0 else 1
-                layers.append(Bottleneck(inputs, channels << stage, stride))
-                inputs = (channels << stage) * EXPANSION
+                outputs = (channels << stage) * EXPANSION
+                inner = (groups * group_width or channels) << stage
+                layers.append(Bottleneck(inputs, outputs, inner, stride, groups))
+                inputs = outputs
         self.blocks = nn.Sequential(*layers)
         self.average_pool = nn.AdaptiveAvgPool2d((1, 1))
         self.linear = nn.Linear(inputs, classes)

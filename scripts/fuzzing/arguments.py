@@ -46,7 +46,8 @@ GOOD: dict[str, tuple[str, ...]] = {
     "order": ("program", "fifo", "priority", "priority-tic", "priority-tac"),
     "on_miss": ("estimate", "measure", "fail"),
     "algorithm": (
-        "mcmc", "optcnn", "greedy", "random", "exhaustive", "sharding", "recomputation", "mcmc,greedy", ",", "mcmc,,",
+        "mcmc", "optcnn", "tofu", "greedy", "random", "exhaustive", "sharding", "recomputation", "mcmc,greedy", ",",
+        "mcmc,,", "placement",
     ),
     "recompute": ("all", "none"),
     "strategy": (

@@ -1,1 +1,1 @@
-"""Search algorithms: chains, their moves and their log; greedy, OptCNN, exhaustive; sharding, checkpointing."""
+"""Search algorithms: chains, their moves and their log; greedy, OptCNN, Tofu, placement, exhaustive; recomputation."""

@@ -102,6 +102,14 @@ def test_the_gap_is_printed(command: Command) -> None:
     assert " above the best possible: lower bound " in printed
 
 
+def test_placement_of_a_large_network_is_refused_in_one_line(command: Command) -> None:
+    outcome = command(*SEARCH, "--devices", "8", "--algorithm", "placement")
+    assert (outcome.code, outcome.output) == (2, "")
+    last = outcome.errors.splitlines()[-1]
+    assert last.startswith("error: placement: ")
+    assert "groups of operators on 8 devices are" in last
+
+
 def test_an_unknown_algorithm_is_one_line(command: Command) -> None:
     outcome = command(*SEARCH, "--algorithm", "optcnn,guessing")
     assert (outcome.code, outcome.output) == (2, "")

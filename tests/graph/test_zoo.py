@@ -26,6 +26,7 @@ PUBLISHED_MILLIONS = {
     "densenet121": 7.98,
     "bert-large": 335.0,
     "gpt2": 124.4,
+    "resnext50": 25.03,
 }
 RECURRENT = ("rnntc", "rnnlm", "nmt")
 
@@ -108,6 +109,12 @@ def test_same_seed_gives_same_network_and_batch(name: str) -> None:
 def test_paper_sizes_have_the_published_number_of_parameters(name: str, millions: float) -> None:
     module, _, _ = build_on_meta(name, "paper")
     assert parameter_count(module) / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+def test_published_code_has_exactly_as_many_parameters() -> None:
+    """ResNeXt-50 as torchvision's documentation lists resnext50_32x4d; XDL as its tables and products add up."""
+    counts = {name: parameter_count(build_on_meta(name, "paper")[0]) for name in ("resnext50", "xdl")}
+    assert counts == {"resnext50": 25_028_904, "xdl": 4 * 1_000_000 * 64 + 256 * 256 * 2 + 256 * 2}
 
 
 def test_auxiliary_classifier_adds_its_parameters_and_loss() -> None:

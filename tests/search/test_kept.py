@@ -31,6 +31,8 @@ NETWORKS = [
             "gpt2",
             "dlrm",
             "candle-uno",
+            "resnext50",
+            "xdl",
         )
     ),
 ]

@@ -21,7 +21,10 @@ from tests.search.builders import MadeUpCosts, cluster, devices, random_anywhere
 from tests.search.test_taskgraph import check_equal
 
 QUICK = ("alexnet", "nmt", "gpt2", "dlrm")
-SLOW = ("inception", "resnet101", "rnntc", "rnnlm", "vgg16", "densenet121", "bert-large", "candle-uno", "mlp")
+SLOW = (
+    "inception", "resnet101", "rnntc", "rnnlm", "vgg16", "densenet121", "bert-large", "candle-uno", "mlp", "resnext50",
+    "xdl",
+)  # fmt: skip
 TRAINING = Training(4)
 BUCKET_BYTES = 1 << 16
 
@@ -59,6 +62,28 @@ def test_task_graph_is_the_plan(name: str) -> None:
         )
         check_equal(tasks, expected)
         assert tasks.peak_memory_D.tolist() == deriver.peak_memory()
+
+
+def test_a_grouped_convolution_is_split_by_group() -> None:
+    graph = imported("resnext50")
+    grouped = [
+        operator
+        for operator in graph.operators
+        if operator.target == "aten.conv2d.default" and operator.argument("groups") > 1
+    ]
+    assert len(grouped) == 2  # of small blocks (1, 1)
+    for operator in grouped:
+        place = next(place for place, axis in enumerate(operator.space.axes) if axis.name == "group")
+        degrees = tuple(4 if axis == place else 1 for axis in range(len(operator.space.axes)))
+        whole, *parts = (
+            call for one in ((1,) * len(degrees), degrees) for call in local_calls(graph, operator, one)
+        )
+        assert len(parts) == 4
+        for part in parts:
+            # A quarter of the input's and of the weight's channels, none of it twice.
+            assert part.inputs[0].elements * 4 == whole.inputs[0].elements
+            assert part.inputs[1].elements * 4 == whole.inputs[1].elements
+            assert dict(part.arguments)["groups"] == 1
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -1,0 +1,329 @@
+"""Tofu: every operator on all devices, found by splitting the devices again and again and each operator with them.
+
+The devices are k = k1 * ... * km, prime factors in ascending order, the first between the largest groups of devices.
+Recursion i splits every group of devices into ki parts and every operator along one axis, a reduction too (partition-n-
+reduce). Its cost is in bytes that all groups together move between parts: values between operators that are not laid
+out alike, forward and back, sums of partial results, and sums of gradients of weights that all parts hold. A dynamic
+program finds the least of each recursion; operators that follow a head (`search.space.groups`) are coarsened into it,
+and an operator and its backward are one. Links count as uniform: the first recursions, whose costs are the least, get
+the links between hosts.
+
+A recursion sees, of a value, the region that its reader needs in one group, as if its producer in the group made just
+that. So the same axes cost no less in a later recursion than in an earlier one, and costs do not fall from one
+recursion to the next as long as no operator runs out of axes. One that has none left to split is replicated; one that
+shares no axis with its head runs whole, and counts as if it did so in every group.
+
+Source: Tofu (Wang et al., EuroSys 2019, arXiv:1807.08887), sections 4 and 5. Tofu stores weights in parts, which are
+fetched and whose gradients are summed; that moves as many bytes as our all-reduces. Its dynamic program goes along a
+chain of coarsened operators, ours (`search.bounds.elimination`) through any graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from fractions import Fraction
+from math import prod
+
+import numpy as np
+
+from graph.axes import AxisKind, Degrees, DimFactor, OperandMap
+from graph.errors import UsageError
+from graph.operators import OperatorGraph, ValueKind
+from graph.strategy import Configuration, Strategy
+from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
+from search.algorithms.best_tracker import simulated
+from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
+from search.problem import Array, Problem
+from search.space.groups import NO_AXIS, Group, carried, find_groups, following
+
+
+class Held(Enum):
+    """How the parts of a group hold a tensor that none of its dims is split for."""
+
+    PARTIAL = auto()
+    EVERYWHERE = auto()
+    ONCE = auto()
+
+
+# The dim that is split and, of a dim that is a product, the elements of the factors before; else one of `Held`.
+Layout = tuple[int, int] | Held
+
+
+@dataclass(frozen=True, slots=True)
+class Recursion:
+    """One recursion: into how many parts, the axis that each group's head splits, bytes moved between parts."""
+
+    parts: int
+    axes: tuple[int, ...]
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A strategy and the recursions that made it, those between the largest groups of devices first."""
+
+    strategy: Strategy
+    recursions: tuple[Recursion, ...]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all recursions."""
+        return sum(recursion.moved_bytes for recursion in self.recursions)
+
+
+def tofu(graph: OperatorGraph, device_count: int, *, limit: int = LARGEST_TABLE) -> Partition:
+    """Return the partition over all devices whose recursions each move the fewest bytes.
+
+    Raises:
+        UsageError: the core that the eliminations leave is too large to be enumerated.
+    """
+    groups = find_groups(graph)
+    degrees = [(1,) * len(graph.operators[group.head].space.axes) for group in groups]
+    recursions: list[Recursion] = []
+    for parts in _prime_factors(device_count):
+        bisection = Bisection(graph, groups, degrees, parts)
+        recursion = bisection.least(limit)
+        degrees = list(map(bisection.split, degrees, recursion.axes))
+        recursions.append(recursion)
+    heads = [
+        Configuration(degrees[number], _devices(degrees[number], number, recursions))
+        for number in range(len(groups))
+    ]
+    return Partition(following(graph, zip(groups, heads, strict=True)), tuple(recursions))
+
+
+def _prime_factors(count: int) -> Iterator[int]:
+    """Give the prime factors of a number, ascending."""
+    factor = 2
+    while count > 1:
+        while count % factor == 0:
+            yield factor
+            count //= factor
+        factor += 1
+
+
+def _devices(degrees: Degrees, group: int, recursions: Sequence[Recursion]) -> tuple[int, ...]:
+    """Return the device of each task of a group's head: in each recursion the part of its axis is that of devices."""
+    coordinates = np.indices(degrees).reshape(len(degrees), -1)
+    left = list(degrees)
+    device: Array = np.zeros(coordinates.shape[1], np.int64)
+    for recursion in recursions:
+        axis = recursion.axes[group]
+        left[axis] //= recursion.parts
+        device = device * recursion.parts + coordinates[axis] // left[axis] % recursion.parts
+    return tuple(device.tolist())
+
+
+class Bisection:
+    """One recursion: what it may split, and what that moves.
+
+    degrees: of every group's head, how it is split so far.
+    """
+
+    def __init__(
+        self, graph: OperatorGraph, groups: Sequence[Group], degrees: Sequence[Degrees], parts: int
+    ) -> None:
+        self.graph, self.groups, self.parts = graph, groups, parts
+        self.group_of = {index: number for number, group in enumerate(groups) for index in group.operators}
+        # Of a head itself, each axis is its own.
+        self._followed = {
+            group.head: tuple(range(len(graph.operators[group.head].space.axes) - 1)) for group in groups
+        } | {member.operator: member.axes for group in groups for member in group.members}
+        self._degrees = {
+            index: carried(self._followed[index], degrees[number])[0]
+            for index, number in self.group_of.items()
+        }
+        self._device_groups = max(prod(of_head) for of_head in degrees)
+        self.choices = [self._axes(group.head) for group in groups]
+
+    def _axes(self, head: int) -> tuple[int, ...]:
+        """Return the axes that a head can split once more, else its replica axis."""
+        axes = self.graph.operators[head].space.axes
+        degrees = self._degrees[head]
+        several = tuple(
+            number
+            for number, (axis, degree) in enumerate(zip(axes, degrees, strict=True))
+            if axis.kind is not AxisKind.REPLICA and degree * self.parts <= axis.size
+        )
+        return several or (len(axes) - 1,)
+
+    def split(self, degrees: Degrees, axis: int) -> Degrees:
+        """Return degrees after a split of an axis."""
+        return (*degrees[:axis], degrees[axis] * self.parts, *degrees[axis + 1 :])
+
+    def least(self, limit: int) -> Recursion:
+        """Return the recursion that moves the fewest bytes.
+
+        Raises:
+            UsageError: the core that the eliminations leave is too large to be enumerated.
+        """
+        try:
+            minimum = minimize([len(axes) for axes in self.choices], self.factors(), limit)
+        except TooWide as error:
+            raise UsageError(
+                f"tofu: eliminations leave {error.left} of {len(self.groups)} groups, whose tables need "
+                f"{error.entries} entries, must be at most {limit}; take algorithm mcmc"
+            ) from None
+        axes = tuple(axes[number] for axes, number in zip(self.choices, minimum.chosen, strict=True))
+        return Recursion(self.parts, axes, minimum.value)
+
+    def factors(self) -> list[CostFunction]:
+        """Return the bytes that all groups of devices move, as functions of one and of two groups of operators."""
+        own: list[Array] = [np.zeros(len(axes), np.int64) for axes in self.choices]
+        between: dict[tuple[int, int], Array] = {}
+        for index, operator in enumerate(self.graph.operators):
+            reader = self.group_of[index]
+            for slot, name in enumerate(operator.inputs):
+                if name not in self.graph.producer:
+                    own[reader] += [self.summed_bytes(index, slot, axis) for axis in self.choices[reader]]
+                    continue
+                producer = self.group_of[self.graph.producer[name][0]]
+                if producer == reader:
+                    own[reader] += [
+                        self.exchanged_bytes(index, slot, axis, axis) for axis in self.choices[reader]
+                    ]
+                    continue
+                table = np.array(
+                    [
+                        [self.exchanged_bytes(index, slot, made_by, axis) for axis in self.choices[reader]]
+                        for made_by in self.choices[producer]
+                    ],
+                    np.int64,
+                )
+                key = (min(producer, reader), max(producer, reader))
+                table = table if key[0] == producer else table.T
+                between[key] = between[key] + table if key in between else table
+        return [
+            *(CostFunction((group,), table) for group, table in enumerate(own)),
+            *(CostFunction(scope, table) for scope, table in between.items()),
+        ]
+
+    def summed_bytes(self, index: int, slot: int, head_axis: int) -> int:
+        """Return the bytes of the sum of a weight's gradients, where parts of a group have the same elements."""
+        operator = self.graph.operators[index]
+        value = self.graph.value_by_name[operator.inputs[slot]]
+        trained = value.kind is ValueKind.WEIGHT and self.graph.has_backward(operator)
+        layout = _layout(operator.space.inputs[slot], self._own_axis(index, head_axis))
+        if not trained or layout is not Held.PARTIAL:
+            return 0
+        elements = _elements(operator.space.inputs[slot], self._lengths(index))
+        return self._device_groups * 2 * (self.parts - 1) * elements * value.spec.item_bytes
+
+    def exchanged_bytes(self, index: int, slot: int, producer_axis: int, reader_axis: int) -> int:
+        """Return the bytes of a value, and of its gradient where there is one, from its producer to one reader.
+
+        Args:
+            index: of the operator that reads it.
+            slot: in which it reads it.
+            producer_axis: that the head of the producer's group splits.
+            reader_axis: that the head of the reader's group splits.
+        """
+        reader = self.graph.operators[index]
+        producer, output = self.graph.producer[reader.inputs[slot]]
+        operand, axis = reader.space.inputs[slot], self._own_axis(index, reader_axis)
+        made = _layout(
+            self.graph.operators[producer].space.outputs[output], self._own_axis(producer, producer_axis)
+        )
+        if made is Held.PARTIAL and self._is_replica(producer, producer_axis):
+            made = Held.EVERYWHERE
+        needed = _layout(operand, axis)
+        if needed is Held.PARTIAL:
+            needed = Held.EVERYWHERE
+        lengths = self._lengths(index)
+        elements = self._device_groups * _elements(operand, lengths)
+        moved: int | Fraction = _moved(made, needed, elements, self.parts)
+        if made == needed and axis is not None:
+            moved = elements * (self.parts - 1) * _overlap(operand, axis, lengths[axis])
+        value = self.graph.value_by_name[reader.inputs[slot]]
+        gradient = value.requires_gradient and self.graph.has_backward(reader)
+        return int(moved) * value.spec.item_bytes * (2 if gradient else 1)
+
+    def _own_axis(self, index: int, head_axis: int) -> int | None:
+        """Return the axis that an operator splits where its head splits one; None where it runs whole."""
+        followed = self._followed[index]
+        if all(axis == NO_AXIS for axis in followed) and not self._is_head(index):
+            return None
+        return followed.index(head_axis) if head_axis in followed else len(followed)
+
+    def _is_head(self, index: int) -> bool:
+        return self.groups[self.group_of[index]].head == index
+
+    def _is_replica(self, index: int, head_axis: int) -> bool:
+        axis = self._own_axis(index, head_axis)
+        return axis is not None and axis == len(self._followed[index])
+
+    def _lengths(self, index: int) -> list[int]:
+        """Return how many points of each axis the largest part of an operator has."""
+        axes = self.graph.operators[index].space.axes
+        return [
+            1 if axis.kind is AxisKind.REPLICA else -(-axis.size // degree)
+            for axis, degree in zip(axes, self._degrees[index], strict=True)
+        ]
+
+
+def _layout(operand: OperandMap, axis: int | None) -> Layout:
+    """Return how parts hold an operand after a split of an axis; `PARTIAL` where no dim follows it."""
+    if axis is None:
+        return Held.ONCE
+    for number, dim in enumerate(operand):
+        before = 1
+        for factor in dim:
+            if factor.axis == axis:
+                return number, before
+            before *= factor.size
+    return Held.PARTIAL
+
+
+def _overlap(operand: OperandMap, axis: int, length: int) -> Fraction:
+    """Return the share of an operand that both sides of a cut through an axis touch: windows reach into each other."""
+    for dim in operand:
+        for factor in dim:
+            if factor.axis == axis:
+                return Fraction(max(0, factor.extent - factor.stride), _touched(factor, length))
+    return Fraction(0)
+
+
+def _elements(operand: OperandMap, lengths: Sequence[int]) -> int:
+    """Return the elements of an operand that a part touches which has so many points of each axis."""
+    return prod(
+        _touched(factor, 1 if factor.axis is None else lengths[factor.axis])
+        for dim in operand
+        for factor in dim
+    )
+
+
+def _touched(factor: DimFactor, length: int) -> int:
+    """Return the indexes of a factor that so many points of its axis touch, where they are far from its ends."""
+    return min(factor.size, (length - 1) * factor.stride + factor.extent)
+
+
+def _moved(made: Layout, needed: Layout, elements: int, parts: int) -> int:
+    """Return the elements of a tensor that go from part to part, each by itself or in a collective's rings."""
+    others = (parts - 1) * elements
+    if made is Held.EVERYWHERE or made == needed:
+        return 0
+    if made is Held.PARTIAL:
+        return 2 * others if needed is Held.EVERYWHERE else others
+    return others if needed is Held.EVERYWHERE else others // parts
+
+
+def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
+    began = time.monotonic()
+    partition = tofu(problem.graph, problem.device_count)
+    cost = simulated(problem, partition.strategy, context.options.order)
+    moved = " + ".join(f"{recursion.moved_bytes / 1e6:.3f}" for recursion in partition.recursions)
+    return AlgorithmResult(
+        "tofu",
+        partition.strategy,
+        cost.seconds,
+        proposals=1,
+        accepted=1,
+        seconds=time.monotonic() - began,
+        proven=f"in each recursion the fewest bytes ({moved or 0} MB) of one axis an operator",
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"tofu": _algorithm}
