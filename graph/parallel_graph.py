@@ -4,14 +4,15 @@ Each operator has a degree for each of its axes and a machine view. Its output i
 follows a dim splits it, other axes make copies (replica axes) or partial sums. What an operator reads is one, too: axes
 that do not split it read copies. Between the two stands a chain of parallelization operators, the shortest there is:
 Reduce and Combine on the devices of the first parts that they gather, Partition and Replicate on those of the first
-parts that come of them. A chain without operators may still move parts to other devices. Weights, buffers and inputs
+parts that come of them. A chain without operators may still move parts to other devices. Copies that a chain does not
+read are discarded, for which there is no operator. Weights, buffers and inputs
 are whole before their chains, of which nothing is sent: a step has them in place where they are read. In the backward
 each operator has its dual, so that the Replicate of a weight is the sum of its gradients.
 
 Constant slices that an operator reads of a dim are cut by the operator itself. The renewal of buffers is left out.
 
 What has no parallelization operator is refused, in one line: uneven parts, devices that are no machine view, halos,
-copies of which fewer are read, weights in shares (ZeRO, FSDP), recomputation, compiled stretches, chosen all-reduces.
+weights in shares (ZeRO, FSDP), recomputation, compiled stretches, chosen all-reduces.
 
 Source: Unity (OSDI 2022), sections 3 and 4.
 """
@@ -19,8 +20,8 @@ Source: Unity (OSDI 2022), sections 3 and 4.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 from graph.axes import AxisKind, Degrees, DimFactor, OperandMap, part_of
@@ -54,11 +55,20 @@ class ParallelChain:
     source: PlacedTensor
     operators: tuple[ParallelOperator, ...]
     results: tuple[PlacedTensor, ...]
+    target: PlacedTensor
 
     @property
     def text(self) -> str:
         """The operators in their order."""
         return ", ".join(operator.text for operator in self.operators)
+
+    @property
+    def moves(self) -> bool:
+        """Whether parts go to other devices, though there is no operator."""
+        if self.operators:
+            return False
+        made, read = (placed.holders for placed in (self.source, self.target))
+        return not all(ours <= theirs for ours, theirs in zip(read, made, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """Return the chain as a JSON document."""
@@ -69,6 +79,7 @@ class ParallelChain:
                 {"operator": operator.text, **_placed_to_json(result)}
                 for operator, result in zip(self.operators, self.results, strict=True)
             ],
+            "target": _placed_to_json(self.target),
         }
 
 
@@ -149,7 +160,7 @@ def parallel_graph(graph: OperatorGraph, strategy: Strategy) -> ParallelGraph:
     """
     _check_configurations_are_all(graph, strategy)
     batched = _batched_inputs(graph) if strategy.micro_batches.count > 1 else frozenset()
-    made: dict[str, tuple[str, PlacedTensor]] = {}
+    made: dict[str, PlacedTensor] = {}
     operators = []
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
         degrees = configuration.degrees
@@ -161,11 +172,10 @@ def parallel_graph(graph: OperatorGraph, strategy: Strategy) -> ParallelGraph:
             for slot, value in enumerate(operator.inputs)
         )
         outputs = [split.output(position) for position in range(len(operator.outputs))]
-        for value, placed in zip(operator.outputs, outputs, strict=True):
-            made[value] = operator.name, placed
+        made.update(zip(operator.outputs, outputs, strict=True))
         tensors = tuple(placed.tensor for placed in outputs)
         operators.append(PlacedOperator(operator.name, degrees, split.view, chains, tensors))
-    loss = _loss_chain(graph.loss, made[graph.loss][1], strategy.micro_batches.count)
+    loss = _loss_chain(graph.loss, made[graph.loss], strategy.micro_batches.count)
     return ParallelGraph(graph.digest, tuple(operators), loss, strategy.micro_batches)
 
 
@@ -265,7 +275,7 @@ class OperatorSplit:
     operator: Operator
     degrees: Degrees
     view: MachineView
-    _digits: dict[int, Digit] = field(init=False)
+    _digits: dict[int, Digit] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         split = [axis for axis, degree in enumerate(self.degrees) if degree > 1]
@@ -345,30 +355,25 @@ class OperatorSplit:
 
 
 def _input_chain(
-    graph: OperatorGraph, split: OperatorSplit, slot: int, made: tuple[str, PlacedTensor] | None, count: int
+    graph: OperatorGraph, split: OperatorSplit, slot: int, made: PlacedTensor | None, count: int
 ) -> ParallelChain:
-    """Return the chain of an operator's input, one of `count` micro-batches; `made`: its producer's name and output."""
+    """Return the chain of an operator's input, of which its producer has `made` a tensor, in `count` micro-batches."""
     value, target = split.operator.inputs[slot], split.input(slot)
     if made is None:
         whole = ParallelTensor(tuple((ParallelDim(size),) for size in graph.value_by_name[value].spec.shape))
         source = PlacedTensor(whole, MachineView(target.view.start))
     else:
-        source = made[1]
-        if target.tensor.copies % source.tensor.copies:
-            raise StrategyError(
-                f"operator {split.operator.name}: reads {value} in {target.tensor.copies} copies, must read a multiple "
-                f"of the {source.tensor.copies} that {made[0]} makes in a parallel computation graph, where no "
-                "operator drops copies; replicate both alike"
-            )
+        source = made
     chain = derived_chain(value, source, target)
     if count == 1:
         return chain
     pipeline = ParallelOperator(ParallelKind.PIPELINE, count)
-    return ParallelChain(value, source, (pipeline, *chain.operators), (source, *chain.results))
+    return ParallelChain(value, source, (pipeline, *chain.operators), (source, *chain.results), target)
 
 
 def derived_chain(value: str, source: PlacedTensor, target: PlacedTensor) -> ParallelChain:
-    """Return the canonical chain from one parallel tensor to another, whose copies are a multiple of the first's."""
+    """Return the canonical chain from one parallel tensor to another, whose sums are one."""
+    read = replace(source.tensor, copies=gcd(source.tensor.copies, target.tensor.copies))
     pairs = list(zip(source.tensor.dims, target.tensor.dims, strict=True))
     common = [common_sizes(*pair) for pair in pairs]
     # Where the splits of a dim have no factors in common it is gathered as the one and split as the other.
@@ -384,17 +389,17 @@ def derived_chain(value: str, source: PlacedTensor, target: PlacedTensor) -> Par
             ParallelOperator(ParallelKind.REDUCE, source.tensor.sums),
             *_on_dims(ParallelKind.COMBINE, source.tensor, ends[0]),
             *_on_dims(ParallelKind.PARTITION, target.tensor, ends[1]),
-            ParallelOperator(ParallelKind.REPLICATE, target.tensor.copies // source.tensor.copies),
+            ParallelOperator(ParallelKind.REPLICATE, target.tensor.copies // read.copies),
         ]
     )
     results: list[PlacedTensor] = []
-    tensor = source.tensor
+    tensor = read
     for operator in operators[:-1]:
         tensor = operator.apply(tensor)
         gathers = operator.kind in (ParallelKind.REDUCE, ParallelKind.COMBINE)
         placed, sizes = (source, ends[0]) if gathers else (target, ends[1])
         results.append(PlacedTensor(tensor, placed.first_devices(tensor, sizes)))
-    return ParallelChain(value, source, operators, (*results, target) if operators else ())
+    return ParallelChain(value, source, operators, (*results, target) if operators else (), target)
 
 
 def _on_dims(
@@ -418,4 +423,4 @@ def _loss_chain(value: str, source: PlacedTensor, count: int) -> ParallelChain:
     if count > 1:
         operators.append(ParallelOperator(ParallelKind.BATCH, count))
         results.append(results[-1] if results else source)
-    return ParallelChain(value, source, tuple(operators), tuple(results))
+    return ParallelChain(value, source, tuple(operators), tuple(results), results[-1] if results else source)

@@ -189,6 +189,12 @@ class PlacedTensor:
                 f"{self.tensor.parts}, one for each part; correct the view"
             )
 
+    @property
+    def holders(self) -> tuple[frozenset[int], ...]:
+        """For each part of which there are copies, and no partial sums, the devices that hold it."""
+        devices, copies = self.view.devices, self.tensor.copies
+        return tuple(frozenset(devices[first : first + copies]) for first in range(0, len(devices), copies))
+
     def first_devices(self, tensor: ParallelTensor, sizes: Sequence[Sequence[int]]) -> MachineView:
         """Return a view of fewer parts, each on the device of the first part of this tensor that it is made of.
 
