@@ -101,7 +101,7 @@ def merged(factors: Iterable[ParallelDim]) -> Factors:
 def refined(factors: Factors, sizes: Sequence[int]) -> Factors | None:
     """Return a dim's split as one of factors of the given sizes, None where it is none."""
     result = []
-    remaining = list(merged(factors))
+    remaining = [factor for factor in merged(factors) if factor.size > 1]
     for size in sizes:
         taken = ParallelDim(1)
         while taken.size < size:
