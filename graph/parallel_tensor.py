@@ -48,6 +48,14 @@ class MachineView:
         """Return the device of the part at a point."""
         return self.start + sum(index * stride for index, stride in zip(point, self.strides, strict=True))
 
+    def text(self, names: Iterable[str]) -> str:
+        """Return the view as a sum, the degrees by their names: 0 + 2 sample + channel."""
+        terms = [
+            f"{'-' if stride < 0 else '+'} {'' if abs(stride) == 1 else f'{abs(stride)} '}{name}"
+            for name, stride in zip(names, self.strides, strict=True)
+        ]
+        return " ".join([str(self.start), *terms])
+
     @property
     def devices(self) -> tuple[int, ...]:
         """The devices of all parts, the last degree fastest."""

@@ -95,6 +95,34 @@ def test_show_gives_every_operator_as_exported(run: Command, exported: dict[str,
     assert "simulated step" in text
 
 
+def test_show_pcg_gives_degrees_machine_views_and_chains(run: Command, exported: dict[str, Any]) -> None:
+    reference = number(run, "data-parallel")
+    pcg = run("strategy", "show", reference, "--pcg", "--json").document["pcg"]
+    assert {placed["name"]: placed["degrees"] for placed in pcg["operators"]} == {
+        name: entry["degrees"] for name, entry in exported["operators"].items()
+    }
+    for placed in pcg["operators"]:
+        (devices,) = [placed["view"]["start"]] if not placed["degrees"] else [None]
+        assert exported["operators"][placed["name"]]["devices"] == (
+            [0, 1, 2, 3] if devices is None else [devices]
+        )
+    shown = run("strategy", "show", reference, "--pcg", "--rows", "0")
+    assert shown.code == 0, shown
+    for text in ("-> input.0", "Partition(0, 4)", "Replicate(4)", "Reduce(4)", "0 + sample", "[8/4, "):
+        assert text in shown.output, text
+    brief = run("strategy", "show", reference, "--pcg", "--rows", "2").output
+    assert f"the first 2 of {len(pcg['operators'])} operators" in brief
+
+
+def test_show_pcg_refuses_what_it_cannot_express(run: Command) -> None:
+    refused(run("strategy", "show", number(run, "zero"), "--pcg"), "weight layers.0.weight", "(ZeRO)")
+    refused(
+        run("strategy", "show", number(run, "data-parallel"), "--pcg", "--topology", "p100-cluster"),
+        "--topology",
+        "--pcg",
+    )
+
+
 def test_diff_names_exactly_the_operators_that_differ_and_their_costs(
     run: Command, exported: dict[str, Any], tmp_path: Path
 ) -> None:

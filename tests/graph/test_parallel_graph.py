@@ -21,7 +21,14 @@ from graph.importer import import_module
 from graph.intervals import Region, full_region
 from graph.operator_ranges import OperatorRange
 from graph.operators import Operator, OperatorGraph
-from graph.parallel_graph import OperatorSplit, ParallelChain, ParallelGraph, parallel_graph, strategy_of
+from graph.parallel_graph import (
+    OperatorSplit,
+    ParallelChain,
+    ParallelGraph,
+    derived_chain,
+    parallel_graph,
+    strategy_of,
+)
 from graph.parallel_tensor import (
     MachineView,
     ParallelDim,
@@ -227,7 +234,8 @@ def test_baselines_come_back_where_their_parts_are_even(name: str) -> None:
         except StrategyError:
             continue
         assert strategy_of(parallel, graph) == baseline.strategy
-        check_regions(graph, baseline.strategy, parallel) if name in BUILT else None
+        if name in BUILT:
+            check_regions(graph, baseline.strategy, parallel)
         expressible.append(baseline.name)
     assert {"data-parallel", "single-device", "megatron-2"} <= set(expressible)
 
@@ -241,7 +249,7 @@ def test_random_strategies_have_every_kind_of_operator_and_factors() -> None:
     ]
     operators = [operator for chain in chains for operator in chain.operators]
     kinds = Counter(operator.kind for operator in operators)
-    assert min(kinds[kind] for kind in ("Partition", "Combine", "Replicate", "Reduce")) > 20
+    assert min(kinds[kind] for kind in list(ParallelKind)[:4]) > 20
     assert any(len(operator.sizes) > 1 for operator in operators)
     assert any(chain.moves for chain in chains)
     assert any(chain.source.tensor.copies > chain.target.tensor.copies for chain in chains)
@@ -304,7 +312,7 @@ def test_degrees_with_a_common_divisor_are_not_gathered_more_than_that() -> None
     strategy = configured(graph, first=({"sample": 4}, (0, 1, 2, 3)), relu=({"d0": 6}, tuple(range(6))))
     assert texts(graph, strategy)["relu"] == ["Combine(0, 2), Partition(0, 3)"]
     chain = parallel_graph(graph, strategy).operators[1].inputs[0]
-    assert chain.results[0].view == MachineView(0, (2,), (2,)) or chain.results[0].view.volume == 2
+    assert chain.results[0].view == MachineView(0, (2,), (3,))
     assert chain.results[-1].view.devices == tuple(range(6))
 
 
@@ -356,9 +364,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "shares": (lambda graph: fsdp(graph, 2), "weight first.weight: its holders share its parameters"),
     "optimizer": (
-        lambda graph: replace(
-            data_parallel(graph, 2), sharding=(Sharding.NONE, Sharding.OPTIMIZER, *graph.weights[2:])
-        ),
+        lambda graph: replace(data_parallel(graph, 2), sharding=(Sharding.NONE, Sharding.OPTIMIZER)),
         "weight second.weight: its holders share its optimizer",
     ),
     "recomputation": (
@@ -525,8 +531,6 @@ def test_simplified_chains_do_the_same_in_canonical_form(
 def test_factors_that_do_not_fit_each_other_are_gathered_first() -> None:
     source = PlacedTensor(ParallelTensor(((ParallelDim(24, 4),),)), MachineView(0, (4,), (1,)))
     target = PlacedTensor(ParallelTensor(((ParallelDim(3), ParallelDim(8, 2)),)), MachineView(4, (2,), (1,)))
-    from graph.parallel_graph import derived_chain
-
     chain = derived_chain("value", source, target)
     assert chain.text == "Combine(0, 4), Partition(0.1 of 3 x 8, 2)"
     check_chain(chain)
