@@ -312,7 +312,7 @@ def test_degrees_with_a_common_divisor_are_not_gathered_more_than_that() -> None
     strategy = configured(graph, first=({"sample": 4}, (0, 1, 2, 3)), relu=({"d0": 6}, tuple(range(6))))
     assert texts(graph, strategy)["relu"] == ["Combine(0, 2), Partition(0, 3)"]
     chain = parallel_graph(graph, strategy).operators[1].inputs[0]
-    assert chain.results[0].view == MachineView(0, (2,), (3,))
+    assert chain.results[0].view == MachineView(0, (2,), (2,))
     assert chain.results[-1].view.devices == tuple(range(6))
 
 
