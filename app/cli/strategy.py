@@ -27,6 +27,7 @@ from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from app.services.strategies.strategies import ShownOperator, ShownStrategy, SimulatedCost
+    from graph.parallel_graph import ParallelChain
 
 TopologyName = Annotated[
     str | None,
@@ -178,6 +179,14 @@ def show_strategy(
     strategy: Annotated[str, typer.Argument(help="A strategy's id or digest.")],
     topology: TopologyName = None,
     rows: Rows = 30,
+    pcg: Annotated[
+        bool,
+        typer.Option(
+            "--pcg",
+            help="Show it as a parallel computation graph (Unity) instead: machine views, and the Partition, Combine, "
+            "Replicate and Reduce before each operator, in the graph's order. Nothing is simulated.",
+        ),
+    ] = False,
     model: options.OwnModel = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
@@ -190,6 +199,11 @@ def show_strategy(
     from app.services.strategies import strategies
 
     name_own_model(model)
+    if pcg:
+        if topology is not None:
+            raise UsageError("--topology: is for costs, must not be given with --pcg; leave one of them out")
+        _show_parallel_graph(strategy, rows, database, as_json=as_json)
+        return
     with TerminalProgress(quiet=as_json) as progress:
         shown = strategies.show_strategy(database, strategy, topology, progress)
     if as_json:
@@ -225,6 +239,46 @@ def show_strategy(
     if len(chosen) < len(shown.operators):
         print_lines(f"the {len(chosen)} dearest of {len(shown.operators)} operators; --rows 0 shows all")
     print_lines(_LEGEND)
+
+
+def _show_parallel_graph(strategy: str, rows: int, database: str | None, *, as_json: bool) -> None:
+    from app.services.strategies.parallel_graphs import show_parallel_graph
+    from graph.parallel_graph import named_degrees
+
+    with TerminalProgress(quiet=as_json) as progress:
+        shown = show_parallel_graph(database, strategy, progress)
+    if as_json:
+        print_json(shown.to_json())
+        return
+    record, parallel = shown.record, shown.parallel
+    print_lines(
+        f"strategy {record.id}: {record.digest[:12]} ({record.source}) for {shown.graph.name}, {record.device_count} "
+        f"devices; {len(parallel.operators)} operators, {parallel.parallel_operators} parallelization operators"
+    )
+    cells: list[list[str]] = []
+    chosen = parallel.operators[: rows or None]
+    for operator, placed in zip(shown.graph.operators, chosen, strict=False):
+        cells += [_chain_cells(chain) for chain in placed.inputs if chain.operators or chain.moves]
+        degrees = named_degrees(operator, placed.degrees)
+        text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        cells.append([placed.name, text or "whole", placed.view.text(degrees), placed.outputs[0].text])
+    if len(chosen) == len(parallel.operators) and parallel.loss.operators:
+        cells.append(_chain_cells(parallel.loss))
+    print_table(["operator", "degrees", "machine view", "result"], cells)
+    if len(chosen) < len(parallel.operators):
+        print_lines(f"the first {len(chosen)} of {len(parallel.operators)} operators; --rows 0 shows all")
+    print_lines(
+        "after ->: a value on its way to the operator below; result: size/degree of each dim, copies, partial sums."
+    )
+
+
+def _chain_cells(chain: ParallelChain) -> list[str]:
+    return [
+        f"-> {chain.value}",
+        chain.text or "other devices",
+        device_ranges(chain.target.view.devices),
+        chain.target.tensor.text,
+    ]
 
 
 @application.command("diff")

@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import pytest
 
 from app.db.store import Store
 from app.services.progress import Progress
+from app.services.report.parallel_graph import drawn_parallel_graph
 from app.services.strategies.strategies import MOST_DEVICES, operator_costs
 from app.services.timeline.simulated_step import step_of_strategy
 from graph.canonical import canonical_json
+from graph.operator_ranges import OperatorRange
+from graph.parallel_graph import parallel_graph
 from tests.app.conftest import Command, Outcome, store_results
 
 MLP = ("--model", "mlp", "--preset", "small", "--batch-size", "8")
@@ -93,6 +97,57 @@ def test_show_gives_every_operator_as_exported(run: Command, exported: dict[str,
     text = run("strategy", "show", number(run, "data-parallel"), "--rows", "2").output
     assert f"the 2 dearest of {len(shown['operators'])} operators" in text
     assert "simulated step" in text
+
+
+def test_show_pcg_gives_degrees_machine_views_and_chains(run: Command, exported: dict[str, Any]) -> None:
+    reference = number(run, "data-parallel")
+    pcg = run("strategy", "show", reference, "--pcg", "--json").document["pcg"]
+    assert {placed["name"]: placed["degrees"] for placed in pcg["operators"]} == {
+        name: entry["degrees"] for name, entry in exported["operators"].items()
+    }
+    for placed in pcg["operators"]:
+        view, (extent,) = placed["view"], (*placed["degrees"].values(), 1)[:1]
+        (stride,) = (*view["strides"].values(), 1)[:1]
+        devices = [view["start"] + index * stride for index in range(extent)]
+        assert exported["operators"][placed["name"]]["devices"] == devices
+    shown = run("strategy", "show", reference, "--pcg", "--rows", "0")
+    assert shown.code == 0, shown
+    for text in ("-> input.0", "Partition(0, 4)", "Replicate(4)", "Reduce(4)", "0 + sample", "[8/4, "):
+        assert text in shown.output, text
+    brief = run("strategy", "show", reference, "--pcg", "--rows", "2").output
+    assert f"the first 2 of {len(pcg['operators'])} operators" in brief
+
+
+def test_show_pcg_refuses_what_it_cannot_express(
+    run: Command, exported: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps({**exported, "sharding": {"layers.0.weight": "optimizer"}}))
+    imported = run("strategy", "import", str(file), "--json").document
+    refused(run("strategy", "show", str(imported["id"]), "--pcg"), "weight layers.0.weight", "(ZeRO)")
+    both = ("--pcg", "--topology", "p100-cluster")
+    refused(run("strategy", "show", number(run, "data-parallel"), *both), "--topology", "--pcg")
+
+
+def test_the_report_draws_every_node_or_says_why_not(
+    run: Command, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store.open(stored) as store:
+        step = step_of_strategy(store, number(run, "data-parallel"), None, Progress())
+    parallel = parallel_graph(step.graph, step.strategy)
+    figure, text = drawn_parallel_graph(step)
+    assert figure is not None
+    nodes = [len(trace["x"]) for trace in figure["data"] if trace["mode"] == "markers"]
+    assert sum(nodes) == len(parallel.operators) + parallel.parallel_operators
+    assert text.startswith(f"{sum(nodes)} nodes, {parallel.parallel_operators} of ")
+    remade = replace(step, strategy=replace(step.strategy, recomputation=(OperatorRange(0, 1),)))
+    nothing, reason = drawn_parallel_graph(remade)
+    assert nothing is None
+    assert "has no parallel computation graph: operator linear: is made again" in reason
+    monkeypatch.setattr("app.services.report.parallel_graph.MOST_NODES", 3)
+    nothing, reason = drawn_parallel_graph(step)
+    assert nothing is None
+    assert f"It has {sum(nodes)} nodes, more than the 3 that are drawn" in reason
 
 
 def test_diff_names_exactly_the_operators_that_differ_and_their_costs(

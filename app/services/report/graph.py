@@ -7,7 +7,7 @@ that they read from. Colour is the configuration, size the time that the operato
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -23,23 +23,28 @@ _OTHERS = "other configurations"
 def strategy_on_graph(step: SimulatedStep, simulated: StepTimeline) -> Figure:
     """Return the operator graph of a simulated step, each operator with its degrees, devices and simulated time."""
     graph, strategy = step.graph, step.strategy
-    places = _places(step)
-    edges: dict[str, list[float | None]] = {"x": [], "y": []}
-    for name, (producer, _) in graph.producer.items():
-        for consumer, _ in graph.consumers.get(name, ()):
-            for axis in (0, 1):
-                edges["xy"[axis]] += [places[producer][axis], places[consumer][axis], None]
+    places = places_of(
+        [
+            [graph.producer[name][0] for name in operator.inputs if name in graph.producer]
+            for operator in graph.operators
+        ]
+    )
     times_ns = _operator_times_ns(simulated)
     longest = max(times_ns.values(), default=1) or 1
     groups: dict[str, list[int]] = defaultdict(list)
     for index, operator in enumerate(graph.operators):
-        groups[_configuration(operator.space.axes, strategy.configurations[index])].append(index)
+        groups[configuration_text(operator.space.axes, strategy.configurations[index])].append(index)
     common = sorted(groups, key=lambda name: (-len(groups[name]), name))
     shown = common if len(common) <= CONFIGURATIONS_SHOWN else common[: CONFIGURATIONS_SHOWN - 1]
     drawn = {name: groups[name] for name in shown}
     if len(shown) < len(common):
         drawn[_OTHERS] = sorted(index for name in common if name not in shown for index in groups[name])
-    data = [scatter("lines", "tensors", line={"width": 0.8, "color": "#c3c9cf"}, hoverinfo="skip", **edges)]
+    pairs = (
+        (producer, consumer)
+        for name, (producer, _) in graph.producer.items()
+        for consumer, _ in graph.consumers.get(name, ())
+    )
+    data = [edges_of(pairs, places)]
     for name, indexes in drawn.items():
         operators = [graph.operators[index] for index in indexes]
         sizes = [6 + 18 * sqrt(times_ns.get(operator.name, 0) / longest) for operator in operators]
@@ -52,13 +57,18 @@ def strategy_on_graph(step: SimulatedStep, simulated: StepTimeline) -> Figure:
                 marker={"size": sizes, "line": {"width": 0.5, "color": "#fff"}},
                 text=[
                     f"{plain(operator.name)}<br>{plain(operator.target)}<br>"
-                    f"{plain(_configuration(operator.space.axes, strategy.configurations[index]))}<br>"
+                    f"{plain(configuration_text(operator.space.axes, strategy.configurations[index]))}<br>"
                     f"{times_ns.get(operator.name, 0) / 1e6:.3f} ms over all devices"
                     for index, operator in zip(indexes, operators, strict=True)
                 ],
                 hoverinfo="text",
             )
         )
+    return graph_drawing(data, places)
+
+
+def graph_drawing(data: Sequence[Mapping[str, Any]], places: Sequence[tuple[float, float]]) -> Figure:
+    """Return a figure of a graph whose nodes are at the given places."""
     hidden = {"showgrid": False, "zeroline": False}
     rows = max((abs(y) for _, y in places), default=0.0)
     return drawing(
@@ -73,13 +83,17 @@ def strategy_on_graph(step: SimulatedStep, simulated: StepTimeline) -> Figure:
     )
 
 
-def _places(step: SimulatedStep) -> list[tuple[float, float]]:
-    """Return (column, row) of every operator."""
-    graph = step.graph
-    read = [
-        [graph.producer[name][0] for name in operator.inputs if name in graph.producer]
-        for operator in graph.operators
-    ]
+def edges_of(pairs: Iterable[tuple[int, int]], places: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return lines between pairs of nodes."""
+    edges: dict[str, list[float | None]] = {"x": [], "y": []}
+    for first, last in pairs:
+        for axis in (0, 1):
+            edges["xy"[axis]] += [places[first][axis], places[last][axis], None]
+    return scatter("lines", "tensors", line={"width": 0.8, "color": "#c3c9cf"}, hoverinfo="skip", **edges)
+
+
+def places_of(read: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    """Return (column, row) of every node of a graph, given the nodes that each reads, in topological order."""
     readers: list[set[int]] = [set() for _ in read]
     for index, sources in enumerate(read):
         for source in sources:
@@ -117,7 +131,8 @@ def _columns(read: Sequence[Sequence[int]], readers: Sequence[set[int]]) -> dict
     return columns
 
 
-def _configuration(axes: Any, configuration: Any) -> str:
+def configuration_text(axes: Any, configuration: Any) -> str:
+    """Return degrees and devices of an operator."""
     degrees = [
         f"{axis.name} {degree}"
         for axis, degree in zip(axes, configuration.degrees, strict=True)

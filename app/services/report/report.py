@@ -18,6 +18,7 @@ from app.services.progress import Progress
 from app.services.report import figures
 from app.services.report.data import Filter, ReportData, read_report_data
 from app.services.report.graph import strategy_on_graph
+from app.services.report.parallel_graph import drawn_parallel_graph
 from app.services.timeline.attribution import Attribution, attribute
 from app.services.timeline.simulated_step import SimulatedStep, step_of_execution, step_of_strategy
 from app.services.timeline.store import Recording, find_recording, read_recording, recording_path
@@ -306,6 +307,7 @@ def _step_sections(drawn: DrawnStep | None, reason: str) -> tuple[Section, ...]:
     titles = {
         "timeline": "Timeline",
         "graph": "Strategy on the operator graph",
+        "pcg": "Parallel computation graph",
         "memory": "Memory per device",
     }
     if drawn is None:
@@ -321,6 +323,7 @@ def _step_sections(drawn: DrawnStep | None, reason: str) -> tuple[Section, ...]:
         if recording is None
         else f"measured {_ms(recording.typical.step_ns / 1e9)} (execution {recording.execution_id})"
     )
+    pcg, pcg_text = drawn_parallel_graph(step)
     peaks = figures.memory(
         drawn.peaks,
         [step.topology.kind_of(device.index).memory_bytes for device in step.topology.devices],
@@ -339,6 +342,7 @@ def _step_sections(drawn: DrawnStep | None, reason: str) -> tuple[Section, ...]:
             f"{of}. Colour: degrees and devices; size: simulated time.",
             strategy_on_graph(step, timelines["simulated"]),
         ),
+        Section("pcg", titles["pcg"], f"{of}. {pcg_text}", pcg),
         Section("memory", titles["memory"], f"{of}, and others that are stored: predicted peaks.", peaks),
     )
 

@@ -192,7 +192,7 @@ def test_the_report_of_a_real_search_and_run_is_drawn_in_a_browser(run: Command,
     file = tmp_path / "report.html"
     outcome = run("report", "--output", str(file), "--json")
     assert outcome.code == 0, outcome
-    sections = {"searches", "scatter", "costs", "timeline", "graph", "memory"}
+    sections = {"searches", "scatter", "costs", "timeline", "graph", "pcg", "memory"}
     assert set(outcome.document["drawn"]) == sections
     with browser() as started, opened(started, file) as page:
         drawn: dict[str, Any] = page.figures()
