@@ -23,6 +23,8 @@ from graph.collective_algorithms import chosen_algorithms
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, read_document, strategy_from_json
+from graph.substitutions.rewriting import rewritten
+from graph.substitutions.substitution import Substitution, substitutions_from_json
 from runtime.training.options import TrainingOptions, imported
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ class StrategyFile:
         """The names of the operators that it configures."""
         entries = self.document.get("operators")
         return tuple(entries) if isinstance(entries, Mapping) else ()
+
+    @property
+    def substitutions(self) -> tuple[Substitution, ...]:
+        """The substitutions that the graph has which it is for."""
+        return substitutions_from_json(self.document.get("substitutions", []))
 
 
 def load_strategy(path: str | Path) -> StrategyFile:
@@ -142,9 +149,12 @@ def parallelize(
         require_free(example[1])
         require_kind(batches)
         graph_of_example, results = imported(module, *example, batch_norm, wanted)
+        chosen = load_strategy(strategy) if isinstance(strategy, str | Path) else strategy
+        if isinstance(chosen, StrategyFile):
+            graph_of_example = rewritten(graph_of_example, chosen.substitutions)
         return (
             graph_of_example,
-            _fitted(strategy, graph_of_example, size, module, example, batch_norm),
+            _fitted(chosen, graph_of_example, size, module, example, batch_norm),
             results,
         )
 
@@ -178,7 +188,7 @@ def parallelize(
 
 
 def _fitted(
-    strategy: Strategy | StrategyFile | str | Path,
+    strategy: Strategy | StrategyFile,
     graph: OperatorGraph,
     size: int,
     module: nn.Module,
@@ -190,8 +200,6 @@ def _fitted(
     Raises:
         StrategyError: it is for another graph, is malformed, or needs more ranks.
     """
-    if isinstance(strategy, str | Path):
-        strategy = load_strategy(strategy)
     if strategy.graph_digest != graph.digest:
         other = "local" if batch_norm == "synchronized" else "synchronized"
         if imported(module, *example, other, ())[0].digest == strategy.graph_digest:

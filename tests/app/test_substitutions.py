@@ -75,23 +75,17 @@ def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equ
     document = json.loads(file.read_text())
     assert document["substitutions"] == [{"rule": "merge-linears", "operators": ["linear", "linear_1"]}]
     assert "linear+linear_1" in document["operators"]
-    for reference in (digest[:12], str(file)):
-        run = command(
-            "run",
-            *OWN,
-            *HERE,
-            "--strategy",
-            reference,
-            "--iterations",
-            "2",
-            "--warmup",
-            "0",
-            "--verify",
-            "--json",
-        ).document
-        assert run["verified"]
-        names = {row["name"] for row in run["deviations"] if row["what"] == "eager gradient"}
-        assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
+    for plan in ("dtensor", "pipelining"):
+        refused = command(
+            "strategy", "export", digest[:12], "--format", plan, "--output", str(tmp_path / "plan.py")
+        )
+        assert (refused.code, "is for a graph with substitutions" in refused.errors) == (2, True)
+    ran = ("run", *OWN, *HERE, "--iterations", "1", "--warmup", "0", "--json", "--strategy")
+    assert command(*ran, str(file)).document["verified"] is None
+    verified = command(*ran, digest[:12], "--verify").document
+    assert verified["verified"]
+    names = {row["name"] for row in verified["deviations"] if row["what"] == "eager gradient"}
+    assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
 
 
 @pytest.mark.parametrize("batch", ["4", "4096"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+import runtime
 from graph.importer import import_module
-from graph.operators import OperatorGraph
 from graph.rules import local_calls
+from graph.strategy import strategy_text
 from graph.substitutions.rewriting import matches, rewritten
 from graph.substitutions.substitution import Substitution
 from graph.zoo import build
@@ -19,6 +22,7 @@ from profiler.operators import ExecutionContext
 from runtime.jobs.models import tensors_of
 from runtime.jobs.verified_program import in_double, in_double_on
 from runtime.jobs.verify import execute, interpret
+from search.space.baselines import single_device
 
 
 class Heads(nn.Module):
@@ -51,10 +55,6 @@ def zoo(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch
     return build(name, "small", None)
 
 
-def doubled(graph: OperatorGraph) -> OperatorGraph:
-    return in_double(graph)
-
-
 @pytest.mark.parametrize("name", ["heads", "heads without biases", "inception", "bert-large", "resnet101"])
 def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_one(name: str) -> None:
     built = heads(biased=name == "heads") if name.startswith("heads") else zoo(name)
@@ -67,7 +67,7 @@ def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_
 
     context = ExecutionContext(seed=3)
     tensors = tensors_of(graph, built).map(in_double_on(context.device))
-    expected, actual = (interpret(doubled(of), tensors, context) for of in (graph, other))
+    expected, actual = (interpret(in_double(of), tensors, context) for of in (graph, other))
 
     assert actual.loss == pytest.approx(expected.loss, rel=1e-12)
     assert actual.gradients.keys() == expected.gradients.keys()
@@ -81,7 +81,7 @@ def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_
 def test_parts_of_merged_operators_are_exactly_those_of_the_whole_on_integers(*, biased: bool) -> None:
     built = heads(biased=biased)
     plain = import_module(*built, name="heads")
-    graph = doubled(rewritten(plain, matches(plain)))
+    graph = in_double(rewritten(plain, matches(plain)))
     draw = random.Random(11)
     generator = torch.Generator().manual_seed(13)
     context = ExecutionContext()
@@ -121,3 +121,30 @@ def test_a_part_of_a_match_can_be_merged_and_the_rest_stays() -> None:
     assert other.substitutions == (part,)
     assert first.operators[0] in other.operator_by_name
     assert "+".join(part.operators) in other.operator_by_name
+
+
+def test_a_trainer_under_a_strategy_with_substitutions_trains_the_module_as_torch_does(
+    tmp_path: Path,
+) -> None:
+    module, (image,), _ = heads(biased=True)
+    plain = copy.deepcopy(module)
+    graph = import_module(module, (image,), {}, name="heads")
+    merged = rewritten(graph, matches(graph))
+    file = tmp_path / "merged.json"
+    file.write_text(strategy_text(single_device(merged), merged))
+    trainer = runtime.parallelize(
+        module, file, (image,), optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2)
+    )
+    optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for seed in range(3):
+        batch = torch.randn(image.shape, generator=torch.Generator().manual_seed(seed))
+        loss = trainer.step(batch)
+        optimizer.zero_grad()
+        expected = plain(batch)
+        expected.backward()
+        optimizer.step()
+        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+    state = trainer.state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    for key, tensor in plain.state_dict().items():
+        torch.testing.assert_close(state[key], tensor, rtol=1e-4, atol=1e-5)

@@ -147,6 +147,11 @@ def _plan_text(record: StrategyRecord, graph_record: GraphRecord, file_format: s
         )
     with as_written(f"table graphs, row {graph_record.id}, column model"):
         request = stored_request(graph_record.model, f"graph {graph_record.name}")
+    if request.substitutions:
+        raise StrategyError(
+            f"strategy {record.digest[:12]}: is for a graph with substitutions, must be for the one imported, to be "
+            "a plan of modules; export it with --format json"
+        )
     batch_norm = json.loads(graph_record.document)["batch_norm"]
     built, graph = build_and_import(request, batch_norm)
     strategy = strategy_of(record, graph)
