@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,10 @@ def test_a_module_that_reads_numbers_when_built_is_imported_with_data(
         f"error: model reading_network:broken: its factory failed at reading_network.py:{line} (AttributeError: "
     )
     assert failed.errors.count("\n") == 1
+
+
+def test_ranks_that_build_a_network_import_no_database() -> None:
+    """A run's ranks import this module, each of them anew."""
+    code = "import sys, app.services.models.models; print([m for m in ('sqlalchemy', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
