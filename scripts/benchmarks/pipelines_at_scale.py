@@ -1,8 +1,8 @@
 """What searches with pipelines choose for BERT-large and GPT-2 XL on 16 P100, and for Llama-3-8B on 64 H100.
 
 Models of FlexFlow's P100 cluster, in float32, and of 8 HGX H100, in bfloat16; Adam, steps by data sheets, nothing is
-measured. As `app search --micro-batches auto` does it, each number of micro-batches has a search of its own, with one
-global batch. Each is compared with the best 3-D parallelism within the memories: all degrees of Megatron-LM, under
+measured. As in `app search --micro-batches auto` each number of micro-batches has a search of its own, with one global
+batch. Each is compared with the best 3-D parallelism within the memories: all degrees of Megatron-LM, under
 GPipe and 1F1B, without and with ZeRO-2, and where activations must be made again, as much as must. These are simulated
 apart from the search, in full but for those of which a device or link is busy for longer than the best step so far.
 
@@ -45,7 +45,7 @@ CASES = (
     Case("hf-llama", "paper", "hgx-h100", 8, 128, "bfloat16"),
 )
 QUICK = (Case("gpt2", "small", "p100-cluster", 1, 16, "float32"),)
-MICRO_BATCHES = (8, 32)
+MICRO_BATCHES = (8,)
 QUICK_MICRO_BATCHES = (1, 4)
 MOST_SECONDS = 60.0
 BASELINE_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.GPIPE)
