@@ -1,0 +1,223 @@
+"""Families of graphs that are enumerated: variables, operators and the number of operators of a graph.
+
+Each is small enough to be enumerated in seconds. A rule that needs operators of several families follows from theirs
+in steps, which is the business of a search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from graph.substitutions.terms import Attribute
+
+Choice = tuple[str, tuple[Attribute, ...]]
+"""A kind with its attributes; of a split its dim alone, since it divides where its operand was joined."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Graphs of at most `operators` operators; with `pairs`, also of two outputs and at most that many operators."""
+
+    name: str
+    variables: dict[str, str]
+    choices: tuple[Choice, ...]
+    operators: int
+    pairs: int = 0
+    degrees: dict[str, int] = field(default_factory=dict)
+    about: frozenset[str] = frozenset()
+    """Kinds of which a rule must have one; what has none is another family's."""
+
+
+def _plain(*kinds: str) -> tuple[Choice, ...]:
+    return tuple((kind, ()) for kind in kinds)
+
+
+def _dims(kind: str, *dims: int) -> tuple[Choice, ...]:
+    return tuple((kind, (dim,)) for dim in dims)
+
+
+def _parallel(degree: str, *dims: int) -> tuple[Choice, ...]:
+    sided = tuple((kind, (dim, degree)) for kind in ("partition", "combine") for dim in dims)
+    return (*sided, ("replicate", (degree,)), ("reduce", (degree,)))
+
+
+SCALE: tuple[Choice, ...] = (("scale", ("s",)),)
+JOINED = (*_dims("concat", 0, 1), *_dims("split", 0, 1))
+K = {"k": 2}
+
+FAMILIES = (
+    Family(
+        "elementwise",
+        {"x": "a,c", "y": "a,c", "z": "a,c"},
+        (*_plain("add", "multiply", "relu"), *SCALE),
+        3,
+    ),
+    Family("transpose", {"x": "a,c", "y": "a,c"}, (*_plain("add", "multiply", "relu", "transpose"), *SCALE), 3),
+    Family(
+        "products",
+        {"x": "a,c", "y": "a,c", "w": "c,o", "v": "c,o", "u": "o,q"},
+        (*_plain("matmul", "add", "transpose"), *SCALE),
+        3,
+        about=frozenset({"matmul"}),
+    ),
+    Family(
+        "concat and split",
+        {"x": "a,c", "y": "a,c", "z": "a,e", "u": "a,e"},
+        (*_plain("add", "multiply", "relu", "transpose"), *SCALE, *JOINED),
+        3,
+        pairs=4,
+    ),
+    Family("three concatenated", {"x": "a,c", "y": "a,e", "z": "a,g"}, (*JOINED, *_plain("transpose")), 3),
+    Family(
+        "merging linears",
+        {"x": "a,c", "y": "b,c", "w": "c,o", "v": "c,p"},
+        (*_plain("matmul", "relu", "transpose"), *JOINED),
+        3,
+        pairs=4,
+        about=frozenset({"matmul"}),
+    ),
+    Family(
+        "sums of products",
+        {"x": "a,c", "y": "a,e", "w": "c,o", "v": "e,o"},
+        (*_plain("matmul", "add"), *JOINED),
+        3,
+        about=frozenset({"matmul"}),
+    ),
+    Family(
+        "splitting linears",
+        {"x": "a,c+e", "w": "c+e,o+p"},
+        (*_plain("matmul", "add"), *JOINED),
+        5,
+        about=frozenset({"matmul"}),
+    ),
+    Family(
+        "splitting batches", {"x": "a+b,c", "w": "c,o"}, (*_plain("matmul", "relu"), *JOINED, *SCALE), 4,
+    ),
+    Family(
+        "activations",
+        {"x": "a,c", "w": "c,o", "b": "o", "y": "a,o"},
+        _plain("matmul", "matmul_relu", "linear", "linear_relu", "add_bias", "relu", "add"),
+        3,
+        about=frozenset({"matmul_relu", "linear", "linear_relu", "add_bias"}),
+    ),
+    Family(
+        "merging linears with bias",
+        {"x": "a,c", "w": "c,o", "v": "c,p", "b": "o", "d": "p"},
+        (*_plain("linear", "linear_relu"), *JOINED),
+        4,
+        pairs=4,
+        about=frozenset({"linear", "linear_relu"}),
+    ),
+    Family(
+        "convolutions",
+        {"x": "n,c,h,v", "y": "n,c,h,v", "w": "o,c,r,t", "u": "p,c,r,t", "z": "o,c,r,t"},
+        (*_plain("conv", "conv_relu", "relu", "add"), *SCALE, *JOINED),
+        3,
+        pairs=3,
+        about=frozenset({"conv", "conv_relu"}),
+    ),
+    Family(
+        "sums of convolutions",
+        {"x": "n,c,h,v", "y": "n,e,h,v", "w": "o,c,r,t", "u": "o,e,r,t"},
+        (*_plain("conv", "add"), *JOINED),
+        3,
+        about=frozenset({"conv"}),
+    ),
+    Family(
+        "splitting convolutions",
+        {"x": "n,c+e,h,v", "w": "o+p,c+e,r,t"},
+        (*_plain("conv", "add"), *JOINED),
+        5,
+        about=frozenset({"conv"}),
+    ),
+    Family(
+        "reshape",
+        {"x": "a,b,c", "y": "a,b,c", "z": "a.b,c", "w": "c,o"},
+        (*_plain("flatten", "unflatten", "matmul", "relu", "add", "multiply"), *SCALE, *_dims("concat", 0)),
+        3,
+        about=frozenset({"flatten", "unflatten"}),
+    ),
+    Family(
+        "parallel matmul",
+        {"x": "a,c", "w": "c,o"},
+        (*_plain("matmul"), *_parallel("k", 0, 1)),
+        4,
+        degrees=K,
+    ),
+    Family(
+        "parallel linear",
+        {"x": "a,c", "w": "c,o", "b": "o"},
+        (*_plain("linear", "matmul", "add_bias"), *_parallel("k", 0, 1)),
+        5,
+        degrees=K,
+        about=frozenset({"linear", "add_bias"}),
+    ),
+    Family(
+        "parallel linear with activation",
+        {"x": "a,c", "w": "c,o", "b": "o"},
+        (*_plain("linear_relu"), *_parallel("k", 0, 1)),
+        5,
+        degrees=K,
+        about=frozenset({"linear_relu"}),
+    ),
+    Family(
+        "parallel matmul with activation",
+        {"x": "a,c", "w": "c,o"},
+        (*_plain("matmul_relu"), *_parallel("k", 0, 1)),
+        4,
+        degrees=K,
+        about=frozenset({"matmul_relu"}),
+    ),
+    Family(
+        "parallel elementwise",
+        {"x": "a,c", "y": "a,c"},
+        (*_plain("add", "multiply", "relu", "transpose"), *SCALE, *_parallel("k", 0, 1)),
+        4,
+        degrees=K,
+    ),
+    Family(
+        "parallel parts",
+        {"x": "a,c@k", "y": "a,c@k", "z": "a,c"},
+        (*_plain("add", "multiply", "relu", "transpose"), *SCALE, *_parallel("k", 0, 1)),
+        3,
+        degrees=K,
+    ),
+    Family(
+        "parallel concat and split",
+        {"x": "a,c", "y": "a,e", "z": "a,c+e"},
+        (*JOINED, *_parallel("k", 0, 1)),
+        4,
+        degrees=K,
+    ),
+    Family(
+        "parallel reshape",
+        {"x": "a,b,c", "y": "a.b,c"},
+        (*_plain("flatten", "unflatten"), *_parallel("k", 0, 1, 2)),
+        4,
+        degrees=K,
+        about=frozenset({"flatten", "unflatten"}),
+    ),
+    Family(
+        "parallel convolution",
+        {"x": "n,c,h,v", "w": "o,c,r,t"},
+        (*_plain("conv"), *_parallel("k", 0, 1)),
+        4,
+        degrees=K,
+        about=frozenset({"conv"}),
+    ),
+    Family(
+        "parallel convolution with activation",
+        {"x": "n,c,h,v", "w": "o,c,r,t"},
+        (*_plain("conv_relu"), *_parallel("k", 0, 1)),
+        4,
+        degrees=K,
+        about=frozenset({"conv_relu"}),
+    ),
+    Family(
+        "two degrees",
+        {"x": "a,c", "y": "a,c@k@m"},
+        (*_parallel("k", 0, 1), *_parallel("m", 0, 1)),
+        3,
+        degrees={"k": 2, "m": 3},
+    ),
+)
