@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from graph.substitutions.terms import COMMUTATIVE, OPERATORS, Attribute, Term, variable
+from graph.substitutions.terms import COMMUTATIVE, OPERATORS, Attribute, Term, subterms, variable
 from graph.substitutions.types import Extent, IllTypedTerm, TensorType, parse_type
 from scripts.substitutions.execution import Setting, Value, apply, execute
 from scripts.substitutions.families import Choice, Family
@@ -166,7 +166,7 @@ def equal_graphs(found: Enumeration) -> Iterator[Pair]:
     """Iterate over pairs of different graphs whose fingerprints are equal: candidates of rules."""
     for members in found.classes.values():
         for first, second in combinations(members, 2):
-            if _is_about(found.family, (first, second)):
+            if (first.minimal or found.family.everything) and _is_about(found.family, (first, second)):
                 yield (first.term,), (second.term,)
     if found.family.pairs:
         yield from _equal_pairs(found)
@@ -175,8 +175,6 @@ def equal_graphs(found: Enumeration) -> Iterator[Pair]:
 def _is_about(family: Family, nodes: Iterable[Node]) -> bool:
     if not family.about:
         return True
-    from graph.substitutions.terms import subterms
-
     return any(part.kind in family.about for node in nodes for part in subterms(node.term))
 
 

@@ -24,6 +24,8 @@ class Family:
     operators: int
     pairs: int = 0
     degrees: dict[str, int] = field(default_factory=dict)
+    everything: bool = False
+    """Pair all equal graphs; otherwise each with the smallest ones, from which the others follow in two steps."""
     about: frozenset[str] = frozenset()
     """Kinds of which a rule must have one; what has none is another family's."""
 
@@ -62,18 +64,18 @@ FAMILIES = (
     ),
     Family(
         "concat and split",
-        {"x": "a,c", "y": "a,c", "z": "a,e", "u": "a,e"},
+        {"x": "a,c", "y": "a,c", "z": "a,e"},
         (*_plain("add", "multiply", "relu", "transpose"), *SCALE, *JOINED),
         3,
-        pairs=4,
+        about=frozenset({"concat", "split"}),
     ),
     Family("three concatenated", {"x": "a,c", "y": "a,e", "z": "a,g"}, (*JOINED, *_plain("transpose")), 3),
     Family(
         "merging linears",
         {"x": "a,c", "y": "b,c", "w": "c,o", "v": "c,p"},
-        (*_plain("matmul", "relu", "transpose"), *JOINED),
+        (*_plain("matmul", "relu"), *JOINED),
         3,
-        pairs=4,
+        pairs=3,
         about=frozenset({"matmul"}),
     ),
     Family(
@@ -86,12 +88,15 @@ FAMILIES = (
     Family(
         "splitting linears",
         {"x": "a,c+e", "w": "c+e,o+p"},
-        (*_plain("matmul", "add"), *JOINED),
-        5,
+        (*_plain("matmul"), *_dims("concat", 1), *_dims("split", 0, 1)),
+        4,
         about=frozenset({"matmul"}),
     ),
     Family(
-        "splitting batches", {"x": "a+b,c", "w": "c,o"}, (*_plain("matmul", "relu"), *JOINED, *SCALE), 4,
+        "splitting batches",
+        {"x": "a+b,c", "w": "c,o"},
+        (*_plain("matmul", "relu"), *_dims("concat", 0), *_dims("split", 0)),
+        4,
     ),
     Family(
         "activations",
@@ -104,13 +109,13 @@ FAMILIES = (
         "merging linears with bias",
         {"x": "a,c", "w": "c,o", "v": "c,p", "b": "o", "d": "p"},
         (*_plain("linear", "linear_relu"), *JOINED),
-        4,
+        3,
         pairs=4,
         about=frozenset({"linear", "linear_relu"}),
     ),
     Family(
         "convolutions",
-        {"x": "n,c,h,v", "y": "n,c,h,v", "w": "o,c,r,t", "u": "p,c,r,t", "z": "o,c,r,t"},
+        {"x": "n,c,h,v", "w": "o,c,r,t", "u": "p,c,r,t", "z": "o,c,r,t"},
         (*_plain("conv", "conv_relu", "relu", "add"), *SCALE, *JOINED),
         3,
         pairs=3,
@@ -126,8 +131,8 @@ FAMILIES = (
     Family(
         "splitting convolutions",
         {"x": "n,c+e,h,v", "w": "o+p,c+e,r,t"},
-        (*_plain("conv", "add"), *JOINED),
-        5,
+        (*_plain("conv"), *_dims("concat", 1), *_dims("split", 0, 1)),
+        4,
         about=frozenset({"conv"}),
     ),
     Family(
@@ -142,6 +147,7 @@ FAMILIES = (
         {"x": "a,c", "w": "c,o"},
         (*_plain("matmul"), *_parallel("k", 0, 1)),
         4,
+        everything=True,
         degrees=K,
     ),
     Family(
@@ -184,8 +190,8 @@ FAMILIES = (
     ),
     Family(
         "parallel concat and split",
-        {"x": "a,c", "y": "a,e", "z": "a,c+e"},
-        (*JOINED, *_parallel("k", 0, 1)),
+        {"x": "a,c", "y": "a,e"},
+        (*_dims("concat", 0, 1), *_parallel("k", 0, 1)),
         4,
         degrees=K,
     ),
@@ -202,6 +208,7 @@ FAMILIES = (
         {"x": "n,c,h,v", "w": "o,c,r,t"},
         (*_plain("conv"), *_parallel("k", 0, 1)),
         4,
+        everything=True,
         degrees=K,
         about=frozenset({"conv"}),
     ),
