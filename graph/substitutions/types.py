@@ -81,7 +81,17 @@ def share(extent: Extent, degree: str) -> Extent:
         return only.of[0]
     if len(extent.pieces) == 1 and only.kind == "product":
         return product(share(only.of[0], degree), only.of[1])
+    _once(extent, "share", degree)
     return Extent((Piece("share", degree, (extent,)),))
+
+
+def _once(extent: Extent, kind: str, degree: str) -> None:
+    """Refuse a share of a share in one degree, and a multiple of a multiple: what they mean is another degree."""
+    for piece in extent.pieces:
+        if piece.kind == kind and piece.name == degree:
+            raise IllTypedTerm(f"extent {extent}: is a {kind} in degree {degree} already; use another degree")
+        for inner in piece.of:
+            _once(inner, kind, degree)
 
 
 def multiple(extent: Extent, degree: str) -> Extent:
@@ -91,6 +101,7 @@ def multiple(extent: Extent, degree: str) -> Extent:
         return only.of[0]
     if len(extent.pieces) == 1 and only.kind == "product":
         return product(multiple(only.of[0], degree), only.of[1])
+    _once(extent, "multiple", degree)
     return Extent((Piece("multiple", degree, (extent,)),))
 
 

@@ -15,7 +15,7 @@ from graph.substitutions.terms import VARIABLE, Attribute, Term, substitute, sub
 from graph.substitutions.types import IllTypedTerm, TensorType
 from scripts.substitutions.properties import PROPERTIES, Property
 
-TERMS = 400
+TERMS = 150
 """Terms that are rewritten, of each side: proofs of the packaged rules need far fewer."""
 
 Types = Mapping[str, TensorType]

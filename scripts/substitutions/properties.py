@@ -36,6 +36,7 @@ _EQUATIONS: dict[str, str] = {
     "linear_relu is relu of linear": "linear_relu(x, w, b) = relu(linear(x, w, b))",
     "conv_relu is relu of conv": "conv_relu(x, w) = relu(conv(x, w))",
     "add_bias of add": "add_bias(add(x, y), b) = add(add_bias(x, b), y)",
+    "add_bias of two biases": "add_bias(add_bias(x, b), d) = add_bias(x, add(b, d))",
     "flatten of unflatten": "flatten(unflatten(x)) = x",
     "unflatten of flatten": "unflatten(flatten(x)) = x",
     "flatten of matmul": "flatten(matmul(x, w)) = matmul(flatten(x), w)",
