@@ -120,7 +120,9 @@ def _parse(text: str, whole: str) -> tuple[Term, str]:
         rest = rest[1:]
 
 
-def type_of(term: Term, types: Mapping[str, TensorType], memo: dict[Term, TensorType] | None = None) -> TensorType:
+def type_of(
+    term: Term, types: Mapping[str, TensorType], memo: dict[Term, TensorType] | None = None
+) -> TensorType:
     """Return the type of `term` where its variables have `types`.
 
     Raises:
@@ -147,7 +149,9 @@ def applied(kind: str, attributes: tuple[Attribute, ...], operands: list[TensorT
     """
     arity, rule = OPERATORS[kind]
     _require(len(operands) == arity, kind, f"{arity} operands")
-    _require(all(operand.degrees == operands[0].degrees for operand in operands), kind, "operands of equal degrees")
+    _require(
+        all(operand.degrees == operands[0].degrees for operand in operands), kind, "operands of equal degrees"
+    )
     return rule(attributes, operands)
 
 
@@ -162,7 +166,7 @@ def _dim(attributes: tuple[Attribute, ...], operand: TensorType, kind: str) -> i
     return int(dim)
 
 
-def _product(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+def _product(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     x, w = operands[:2]
     _require(
         len(x.dims) >= 2 and len(w.dims) == 2 and x.dims[-1] == w.dims[0],
@@ -174,37 +178,41 @@ def _product(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> T
     return x.with_dim(len(x.dims) - 1, w.dims[1])
 
 
-def _add_bias(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+def _add_bias(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     x, b = operands
     _require(len(x.dims) == 2 and b.dims == (x.dims[1],), "add_bias", "a matrix, a bias as long as its rows")
     return x
 
 
-def _conv(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+def _conv(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     x, w = operands
     _require(
-        len(x.dims) == len(w.dims) == 4 and x.dims[1] == w.dims[1], "conv", "images and kernels of equal channels"
+        len(x.dims) == len(w.dims) == 4 and x.dims[1] == w.dims[1],
+        "conv",
+        "images and kernels of equal channels",
     )
     return x.with_dim(1, w.dims[0])
 
 
-def _elementwise(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
-    _require(all(operand == operands[0] for operand in operands), "elementwise operator", "operands of one shape")
+def _elementwise(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+    _require(
+        all(operand == operands[0] for operand in operands), "elementwise operator", "operands of one shape"
+    )
     return operands[0]
 
 
-def _transpose(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+def _transpose(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     _require(len(operands[0].dims) == 2, "transpose", "two dims")
     return TensorType(operands[0].dims[::-1], operands[0].degrees)
 
 
-def _flatten(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+def _flatten(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     _require(len(operands[0].dims) == 3, "flatten", "three dims")
     first, second, third = operands[0].dims
     return TensorType((product(first, second), third), operands[0].degrees)
 
 
-def _unflatten(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+def _unflatten(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     _require(len(operands[0].dims) == 2, "unflatten", "two dims")
     return TensorType((*factors(operands[0].dims[0]), operands[0].dims[1]), operands[0].degrees)
 
@@ -212,7 +220,9 @@ def _unflatten(attributes: tuple[Attribute, ...], operands: list[TensorType]) ->
 def _concat(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     x, y = operands
     dim = _dim(attributes, x, "concat")
-    _require(len(x.dims) == len(y.dims) and y.with_dim(dim, x.dims[dim]) == x, "concat", "the same other dims")
+    _require(
+        len(x.dims) == len(y.dims) and y.with_dim(dim, x.dims[dim]) == x, "concat", "the same other dims"
+    )
     return x.with_dim(dim, total(x.dims[dim], y.dims[dim]))
 
 
@@ -224,7 +234,9 @@ def _split(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> Ten
         halves = Extent(pieces[:count]), Extent(pieces[count:])
         if str(halves[0]) == attributes[2]:
             return x.with_dim(dim, halves[int(attributes[1])])
-    raise IllTypedTerm(f"split: dim {dim} is {x.dims[dim]}, must begin with {attributes[2]}; correct the term")
+    raise IllTypedTerm(
+        f"split: dim {dim} is {x.dims[dim]}, must begin with {attributes[2]}; correct the term"
+    )
 
 
 def _partition(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:

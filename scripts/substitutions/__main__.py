@@ -28,7 +28,9 @@ def main() -> int:
     print(f"{'seconds':40} {time.monotonic() - began:8.0f}")
     if options.check:
         same = text == PATH.read_text(encoding="utf-8")
-        print(f"{PATH.name}: {'as found' if same else 'differs from what was found; write it anew by scripts/rules'}")
+        print(
+            f"{PATH.name}: {'as found' if same else 'differs from what was found; write it anew by scripts/rules'}"
+        )
         return 0 if same else 1
     PATH.write_text(text, encoding="utf-8")
     return 0

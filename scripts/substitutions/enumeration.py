@@ -79,7 +79,9 @@ def enumerate_family(family: Family) -> Enumeration:
     types = {name: parse_type(text) for name, text in family.variables.items()}
     setting = Setting(family.degrees, 1)
     found = Enumeration(family, setting, types, setting.sizes(*types.values()))
-    for name, value in zip(types, execute(tuple(map(variable, types)), types, setting, found.sizes), strict=True):
+    for name, value in zip(
+        types, execute(tuple(map(variable, types)), types, setting, found.sizes), strict=True
+    ):
         found.add(variable(name), value, ())
     for size in range(1, family.operators + 1):
         operands = [node for node in found.nodes if node.minimal]
@@ -90,7 +92,9 @@ def enumerate_family(family: Family) -> Enumeration:
     return found
 
 
-def _extend(found: Enumeration, kind: str, attributes: tuple[Attribute, ...], nodes: tuple[Node, ...]) -> None:
+def _extend(
+    found: Enumeration, kind: str, attributes: tuple[Attribute, ...], nodes: tuple[Node, ...]
+) -> None:
     try:
         value = apply(kind, attributes, [node.value for node in nodes], found.sizes)
     except IllTypedTerm:
@@ -138,7 +142,7 @@ def _operands(choice: Choice, nodes: list[Node], size: int) -> Iterator[tuple[No
 
 
 def _first_key(choice: Choice, type_: TensorType) -> object:
-    kind, attributes = choice
+    kind = choice[0]
     if kind in ("matmul", "matmul_relu", "linear", "linear_relu"):
         return type_.dims[-1], type_.degrees
     if kind in ("conv", "conv_relu"):

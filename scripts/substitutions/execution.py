@@ -63,7 +63,10 @@ def factor(name: Attribute) -> int:
 
 
 def execute(
-    terms: tuple[Term, ...], types: Mapping[str, TensorType], setting: Setting, sizes: Mapping[str, int] | None = None
+    terms: tuple[Term, ...],
+    types: Mapping[str, TensorType],
+    setting: Setting,
+    sizes: Mapping[str, int] | None = None,
 ) -> list[Value]:
     """Return the values of `terms`; those of their variables follow from the setting and their names."""
     chosen = setting.sizes(*types.values()) if sizes is None else sizes
@@ -78,7 +81,9 @@ def _value(term: Term, memo: dict[Term, Value], sizes: Mapping[str, int]) -> Val
     return memo[term]
 
 
-def apply(kind: str, attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Value:
+def apply(
+    kind: str, attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]
+) -> Value:
     """Return the result of one operator.
 
     Raises:
@@ -97,7 +102,7 @@ def _relu(x: Array) -> Array:
 
 def _matmul(x: Array, w: Array) -> Array:
     rows = x.reshape(*w.shape[:-2], -1, w.shape[-2])
-    product = np.matmul(rows, w) % PRIME
+    product: Array = np.matmul(rows, w) % PRIME
     return product.reshape(*x.shape[:-1], w.shape[-1])
 
 
@@ -127,7 +132,7 @@ def _axis(value: Value, dim: Attribute) -> int:
     return len(value.type.degrees) + int(dim)
 
 
-def _concat(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _concat(attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
     return np.concatenate([operand.array for operand in operands], _axis(operands[0], attributes[0]))
 
 
@@ -145,7 +150,7 @@ def _partition(attributes: tuple[Attribute, ...], operands: list[Value], sizes: 
     return np.moveaxis(divided, axis, sorted({*x.type.degrees, str(degree)}).index(str(degree)))
 
 
-def _combine(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _combine(attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
     x, (dim, degree) = operands[0], attributes
     axis = _axis(x, dim) - 1
     moved = np.moveaxis(x.array, x.type.degrees.index(str(degree)), axis)
@@ -159,12 +164,12 @@ def _replicate(attributes: tuple[Attribute, ...], operands: list[Value], sizes: 
     return np.repeat(np.expand_dims(x.array, place), sizes[degree], place)
 
 
-def _reduce(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _reduce(attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
     x = operands[0]
     return np.asarray(x.array.sum(x.type.degrees.index(str(attributes[0])))) % PRIME
 
 
-def _flatten(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _flatten(_attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
     array = operands[0].array
     return array.reshape(*array.shape[:-3], array.shape[-3] * array.shape[-2], array.shape[-1])
 

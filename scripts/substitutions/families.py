@@ -54,7 +54,9 @@ FAMILIES = (
         (*_plain("add", "multiply", "relu"), *SCALE),
         3,
     ),
-    Family("transpose", {"x": "a,c", "y": "a,c"}, (*_plain("add", "multiply", "relu", "transpose"), *SCALE), 3),
+    Family(
+        "transpose", {"x": "a,c", "y": "a,c"}, (*_plain("add", "multiply", "relu", "transpose"), *SCALE), 3
+    ),
     Family(
         "products",
         {"x": "a,c", "y": "a,c", "w": "c,o", "v": "c,o", "u": "o,q"},
@@ -185,9 +187,17 @@ FAMILIES = (
     Family(
         "parallel elementwise",
         {"x": "a,c", "y": "a,c"},
-        (*_plain("add", "multiply", "relu", "transpose"), *SCALE, *_parallel("k", 0, 1)),
+        (
+            *_plain("add", "multiply"),
+            ("partition", (0, "k")),
+            ("combine", (0, "k")),
+            ("partition", (1, "k")),
+            ("combine", (1, "k")),
+            ("replicate", ("k",)),
+        ),
         4,
         degrees=K,
+        about=frozenset({"partition", "combine", "replicate"}),
     ),
     Family(
         "parallel parts",
@@ -199,9 +209,10 @@ FAMILIES = (
     Family(
         "parallel concat and split",
         {"x": "a,c", "y": "a,e"},
-        (*_dims("concat", 0, 1), *_parallel("k", 0, 1)),
+        (*_dims("concat", 0), *_parallel("k", 0, 1)),
         4,
         degrees=K,
+        about=frozenset({"concat"}),
     ),
     Family(
         "parallel reshape",

@@ -124,5 +124,3 @@ def prove(source: Term, target: Term, types: Types, limit: int = TERMS) -> list[
     if solver.check() != z3.unsat:
         return None
     return sorted({labels[str(label)] for label in solver.unsat_core()})
-
-

@@ -45,7 +45,9 @@ _EQUATIONS: dict[str, str] = {
     "unflatten of concat": "unflatten(concat[0](x, y)) = concat[0](unflatten(x), unflatten(y))",
     "flatten of concat of last dims": "flatten(concat[2](x, y)) = concat[1](flatten(x), flatten(y))",
     "concat is associative": "concat[d](concat[d](x, y), z) = concat[d](x, concat[d](y, z))",
-    "concat of concats": "concat[0](concat[1](x, y), concat[1](z, u)) = concat[1](concat[0](x, z), concat[0](y, u))",
+    "concat of concats": (
+        "concat[0](concat[1](x, y), concat[1](z, u)) = concat[1](concat[0](x, z), concat[0](y, u))"
+    ),
     "first half of concat": "split[d,0,l](concat[d](x, y)) = x",
     "second half of concat": "split[d,1,l](concat[d](x, y)) = y",
     "concat of both halves": "concat[d](split[d,0,l](x), split[d,1,l](x)) = x",
@@ -53,10 +55,16 @@ _EQUATIONS: dict[str, str] = {
     "transpose of concat 1": "transpose(concat[1](x, y)) = concat[0](transpose(x), transpose(y))",
     "matmul of joined rows": "matmul(concat[0](x, y), w) = concat[0](matmul(x, w), matmul(y, w))",
     "matmul of joined columns": "matmul(x, concat[1](w, v)) = concat[1](matmul(x, w), matmul(x, v))",
-    "matmul of joined inner dims": "matmul(concat[1](x, y), concat[0](w, v)) = add(matmul(x, w), matmul(y, v))",
-    "linear of joined columns": "linear(x, concat[1](w, v), concat[0](b, d)) = concat[1](linear(x, w, b), linear(x, v, d))",
+    "matmul of joined inner dims": (
+        "matmul(concat[1](x, y), concat[0](w, v)) = add(matmul(x, w), matmul(y, v))"
+    ),
+    "linear of joined columns": (
+        "linear(x, concat[1](w, v), concat[0](b, d)) = concat[1](linear(x, w, b), linear(x, v, d))"
+    ),
     "add_bias of joined rows": "add_bias(concat[0](x, y), b) = concat[0](add_bias(x, b), add_bias(y, b))",
-    "add_bias of joined columns": "add_bias(concat[1](x, y), concat[0](b, d)) = concat[1](add_bias(x, b), add_bias(y, d))",
+    "add_bias of joined columns": (
+        "add_bias(concat[1](x, y), concat[0](b, d)) = concat[1](add_bias(x, b), add_bias(y, d))"
+    ),
     "conv of joined images": "conv(concat[0](x, y), w) = concat[0](conv(x, w), conv(y, w))",
     "conv of joined kernels": "conv(x, concat[0](w, v)) = concat[1](conv(x, w), conv(x, v))",
     "conv of joined channels": "conv(concat[1](x, y), concat[1](w, v)) = add(conv(x, w), conv(y, v))",
@@ -92,10 +100,18 @@ _EQUATIONS: dict[str, str] = {
     "parts of matmul in columns": "partition[1,k](matmul(x, w)) = matmul(replicate[k](x), partition[1,k](w))",
     "matmul in parts of inner dims": "reduce[k](matmul(partition[1,k](x), partition[0,k](w))) = matmul(x, w)",
     "copies of matmul": "replicate[k](matmul(x, w)) = matmul(replicate[k](x), replicate[k](w))",
-    "add_bias in parallel samples": "combine[0,k](add_bias(x, replicate[k](b))) = add_bias(combine[0,k](x), b)",
-    "add_bias in parallel columns": "combine[1,k](add_bias(x, b)) = add_bias(combine[1,k](x), combine[0,k](b))",
-    "parts of add_bias in samples": "partition[0,k](add_bias(x, b)) = add_bias(partition[0,k](x), replicate[k](b))",
-    "parts of add_bias in columns": "partition[1,k](add_bias(x, b)) = add_bias(partition[1,k](x), partition[0,k](b))",
+    "add_bias in parallel samples": (
+        "combine[0,k](add_bias(x, replicate[k](b))) = add_bias(combine[0,k](x), b)"
+    ),
+    "add_bias in parallel columns": (
+        "combine[1,k](add_bias(x, b)) = add_bias(combine[1,k](x), combine[0,k](b))"
+    ),
+    "parts of add_bias in samples": (
+        "partition[0,k](add_bias(x, b)) = add_bias(partition[0,k](x), replicate[k](b))"
+    ),
+    "parts of add_bias in columns": (
+        "partition[1,k](add_bias(x, b)) = add_bias(partition[1,k](x), partition[0,k](b))"
+    ),
     "copies of add_bias": "replicate[k](add_bias(x, b)) = add_bias(replicate[k](x), replicate[k](b))",
     "add_bias of reduce": "reduce[k](add_bias(x, b)) = add_bias(reduce[k](x), reduce[k](b))",
     "conv in parallel images": "combine[0,k](conv(x, replicate[k](w))) = conv(combine[0,k](x), w)",
@@ -108,8 +124,12 @@ _EQUATIONS: dict[str, str] = {
     "copies of concat": "replicate[k](concat[d](x, y)) = concat[d](replicate[k](x), replicate[k](y))",
     "copies of a half": "replicate[k](split[d,i,l](x)) = split[d,i,l](replicate[k](x))",
     "reduce of concat": "reduce[k](concat[d](x, y)) = concat[d](reduce[k](x), reduce[k](y))",
-    "partition of concat of other dims": "partition[d,k](concat[e](x, y)) = concat[e](partition[d,k](x), partition[d,k](y))",
-    "combine of concat of other dims": "combine[d,k](concat[e](x, y)) = concat[e](combine[d,k](x), combine[d,k](y))",
+    "partition of concat of other dims": (
+        "partition[d,k](concat[e](x, y)) = concat[e](partition[d,k](x), partition[d,k](y))"
+    ),
+    "combine of concat of other dims": (
+        "combine[d,k](concat[e](x, y)) = concat[e](combine[d,k](x), combine[d,k](y))"
+    ),
     "copies of parts": "replicate[m](partition[d,k](x)) = partition[d,k](replicate[m](x))",
     "copies of combine": "replicate[m](combine[d,k](x)) = combine[d,k](replicate[m](x))",
     "copies of reduce": "replicate[m](reduce[k](x)) = reduce[k](replicate[m](x))",
@@ -119,10 +139,21 @@ _EQUATIONS: dict[str, str] = {
     "reduce of combine": "reduce[m](combine[d,k](x)) = combine[d,k](reduce[m](x))",
     "partition of other dims": "partition[d,k](partition[e,m](x)) = partition[e,m](partition[d,k](x))",
     "combine of other dims": "combine[d,k](combine[e,m](x)) = combine[e,m](combine[d,k](x))",
-    "partition and combine of other dims": "partition[d,k](combine[e,m](x)) = combine[e,m](partition[d,k](x))",
+    "partition and combine of other dims": (
+        "partition[d,k](combine[e,m](x)) = combine[e,m](partition[d,k](x))"
+    ),
 }
 
-_MOVES = ("concat[d]", "split[d,i,l]", "partition[d,k]", "combine[d,k]", "replicate[k]", "transpose", "flatten", "unflatten")
+_MOVES = (
+    "concat[d]",
+    "split[d,i,l]",
+    "partition[d,k]",
+    "combine[d,k]",
+    "replicate[k]",
+    "transpose",
+    "flatten",
+    "unflatten",
+)
 
 
 def _elementwise() -> dict[str, str]:

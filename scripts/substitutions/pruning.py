@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from itertools import product
 
 from graph.errors import GraphError
-from graph.substitutions.terms import COMMUTATIVE, VARIABLE, Term, subterms, substitute, type_of, variable, variables
+from graph.substitutions.terms import (
+    COMMUTATIVE,
+    VARIABLE,
+    Term,
+    substitute,
+    subterms,
+    type_of,
+    variable,
+    variables,
+)
 from graph.substitutions.types import IllTypedTerm, TensorType, parse_type
 from scripts.substitutions.enumeration import Pair, Side
 from scripts.substitutions.execution import Setting, execute
@@ -64,9 +73,7 @@ def _without_top(candidate: Candidate) -> Candidate | None:
     first, second = candidate.source[0], candidate.target[0]
     if (first.kind, first.attributes) != (second.kind, second.attributes) or first.kind == VARIABLE:
         return None
-    different = [
-        pair for pair in zip(first.operands, second.operands, strict=True) if pair[0] != pair[1]
-    ]
+    different = [pair for pair in zip(first.operands, second.operands, strict=True) if pair[0] != pair[1]]
     if len(different) != 1:
         return None
     smaller = _restricted((different[0][0],), (different[0][1],), candidate.types)
@@ -145,7 +152,10 @@ def _renamed(terms: Side, types: Types) -> tuple[Side, dict[str, TensorType]]:
                 symbols[symbol] = symbol if symbol in _RESERVED else next(fresh)
     degrees = iter("km")
     for part in (part for term in terms for part in subterms(term)):
-        if part.kind in ("partition", "combine", "replicate", "reduce") and part.attributes[-1] not in symbols:
+        if (
+            part.kind in ("partition", "combine", "replicate", "reduce")
+            and part.attributes[-1] not in symbols
+        ):
             symbols[str(part.attributes[-1])] = next(degrees)
     for name in names:
         for degree in types[name].degrees:

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from graph.substitutions.rules import Rule, conditions, load_rules
-from graph.substitutions.terms import parse, subterms, type_of
-from graph.substitutions.types import parse_type
+from graph.substitutions.terms import Term, parse, subterms, type_of
+from graph.substitutions.types import TensorType, parse_type
 from scripts.substitutions.execution import Setting
-from scripts.substitutions.families import FAMILIES
 from scripts.substitutions.proofs import instances, prove
 from scripts.substitutions.properties import PROPERTIES
 from scripts.substitutions.pruning import Candidate, canonical
@@ -23,7 +22,11 @@ SLICES = 8
 @pytest.mark.parametrize("part", range(SLICES))
 def test_both_sides_of_every_rule_agree_forward_and_backward(part: int) -> None:
     for number, rule in enumerate(RULES[part::SLICES]):
-        degrees = ({"k": 2, "m": 3}, {"k": 3, "m": 2})[number % 2] if "m" in _degrees(rule) else {"k": 2 + number % 2}
+        degrees = (
+            ({"k": 2, "m": 3}, {"k": 3, "m": 2})[number % 2]
+            if "m" in _degrees(rule)
+            else {"k": 2 + number % 2}
+        )
         assert agree(rule.source, rule.target, rule.types, degrees, number, whole=True), rule
         degrees = {name: 5 - size for name, size in degrees.items()}
         assert agree(rule.source, rule.target, rule.types, degrees, number + 1, whole=False), rule
@@ -62,14 +65,18 @@ def test_every_property_that_a_proof_used_holds_on_integers() -> None:
     """Instances on the terms of all rules, hence on types as they occur in proofs."""
     tested: dict[str, int] = {}
     for rule in RULES:
-        memo = {}
+        memo: dict[Term, TensorType] = {}
         for term in (*rule.source, *rule.target):
             for part in subterms(term):
                 for name, other in instances(part, rule.types, memo):
                     if tested.get(name, 0) < 4:
                         tested[name] = tested.get(name, 0) + 1
                         settings = (Setting({"k": 2, "m": 3}, 21), Setting({"k": 3, "m": 2}, 22))
-                        assert Candidate((part,), (other,), dict(rule.types)).holds(settings), (name, part, other)
+                        assert Candidate((part,), (other,), dict(rule.types)).holds(settings), (
+                            name,
+                            part,
+                            other,
+                        )
     assert {name for rule in RULES for name in rule.properties} <= set(tested)
 
 
@@ -91,38 +98,54 @@ NAMED = {
         {"x": "n,c,h,v", "w": "o,c,r,t", "u": "p,c,r,t"},
     ),
     "linear and activation": (
-        "relu(linear(x, w, b))", "linear_relu(x, w, b)", {"x": "a,c", "w": "c,o", "b": "o"},
+        "relu(linear(x, w, b))",
+        "linear_relu(x, w, b)",
+        {"x": "a,c", "w": "c,o", "b": "o"},
     ),
     "product over a sum": (
-        "matmul(x, add(w, v))", "add(matmul(x, w), matmul(x, v))", {"x": "a,c", "w": "c,o", "v": "c,o"},
+        "matmul(x, add(w, v))",
+        "add(matmul(x, w), matmul(x, v))",
+        {"x": "a,c", "w": "c,o", "v": "c,o"},
     ),
     "transpose of concat": (
-        "transpose(concat[0](x, y))", "concat[1](transpose(x), transpose(y))", {"x": "a,c", "y": "b,c"},
+        "transpose(concat[0](x, y))",
+        "concat[1](transpose(x), transpose(y))",
+        {"x": "a,c", "y": "b,c"},
     ),
     "split linear": (
-        "concat[1](matmul(x, split[1,0,o](w)), matmul(x, split[1,1,o](w)))", "matmul(x, w)",
+        "concat[1](matmul(x, split[1,0,o](w)), matmul(x, split[1,1,o](w)))",
+        "matmul(x, w)",
         {"x": "a,c", "w": "c,o+p"},
     ),
     "samples": (
-        "matmul(x, w)", "combine[0,k](matmul(partition[0,k](x), replicate[k](w)))", {"x": "a,c", "w": "c,o"},
+        "matmul(x, w)",
+        "combine[0,k](matmul(partition[0,k](x), replicate[k](w)))",
+        {"x": "a,c", "w": "c,o"},
     ),
     "columns": (
-        "matmul(x, w)", "combine[1,k](matmul(replicate[k](x), partition[1,k](w)))", {"x": "a,c", "w": "c,o"},
+        "matmul(x, w)",
+        "combine[1,k](matmul(replicate[k](x), partition[1,k](w)))",
+        {"x": "a,c", "w": "c,o"},
     ),
     "inner dims": (
-        "matmul(x, w)", "reduce[k](matmul(partition[1,k](x), partition[0,k](w)))", {"x": "a,c", "w": "c,o"},
+        "matmul(x, w)",
+        "reduce[k](matmul(partition[1,k](x), partition[0,k](w)))",
+        {"x": "a,c", "w": "c,o"},
     ),
     "Partition-Linear-Combine and Replicate-Linear-Combine": (
         "combine[0,k](matmul(partition[0,k](x), replicate[k](w)))",
-        "combine[1,k](matmul(replicate[k](x), partition[1,k](w)))", {"x": "a,c", "w": "c,o"},
+        "combine[1,k](matmul(replicate[k](x), partition[1,k](w)))",
+        {"x": "a,c", "w": "c,o"},
     ),
     "Partition-Linear-Combine and Linear-Reduce": (
         "combine[0,k](matmul(partition[0,k](x), replicate[k](w)))",
-        "reduce[k](matmul(partition[1,k](x), partition[0,k](w)))", {"x": "a,c", "w": "c,o"},
+        "reduce[k](matmul(partition[1,k](x), partition[0,k](w)))",
+        {"x": "a,c", "w": "c,o"},
     ),
     "Combine and Partition": ("partition[0,k](combine[0,k](x))", "x", {"x": "a,c@k"}),
     "convolution in parallel images": (
-        "conv(x, w)", "combine[0,k](conv(partition[0,k](x), replicate[k](w)))",
+        "conv(x, w)",
+        "combine[0,k](conv(partition[0,k](x), replicate[k](w)))",
         {"x": "n,c,h,v", "w": "o,c,r,t"},
     ),
 }
@@ -143,7 +166,11 @@ def test_rules_known_from_papers_are_in_the_file(name: str) -> None:
 MATRICES = {"x": "a,a", "y": "a,a", "w": "a,a", "v": "a,a", "b": "a"}
 KERNELS = {"x": "a,a,h,v", "w": "a,a,r,t"}
 WRONG = [
-    ("matmul(x, concat[1](w, v))", "matmul(concat[1](x, x), concat[0](w, v))", {"x": "a,c", "w": "c,c", "v": "c,c"}),
+    (
+        "matmul(x, concat[1](w, v))",
+        "matmul(concat[1](x, x), concat[0](w, v))",
+        {"x": "a,c", "w": "c,c", "v": "c,c"},
+    ),
     ("linear(x, w, b)", "matmul(x, w)", MATRICES),
     ("relu(add(x, y))", "add(relu(x), relu(y))", MATRICES),
     ("relu(matmul(x, w))", "matmul(relu(x), w)", MATRICES),
@@ -159,10 +186,16 @@ WRONG = [
     ("reduce[k](replicate[k](x))", "x", MATRICES),
     ("combine[0,k](partition[0,k](x))", "reduce[k](replicate[k](x))", MATRICES),
     ("matmul(x, w)", "reduce[k](matmul(replicate[k](x), replicate[k](w)))", MATRICES),
-    ("relu(reduce[k](matmul(partition[1,k](x), partition[0,k](w))))",
-     "reduce[k](relu(matmul(partition[1,k](x), partition[0,k](w))))", MATRICES),
-    ("linear(x, w, b)",
-     "add_bias(reduce[k](linear(partition[1,k](x), partition[0,k](w), replicate[k](b))), b)", MATRICES),
+    (
+        "relu(reduce[k](matmul(partition[1,k](x), partition[0,k](w))))",
+        "reduce[k](relu(matmul(partition[1,k](x), partition[0,k](w))))",
+        MATRICES,
+    ),
+    (
+        "linear(x, w, b)",
+        "add_bias(reduce[k](linear(partition[1,k](x), partition[0,k](w), replicate[k](b))), b)",
+        MATRICES,
+    ),
     ("partition[0,k](combine[1,k](x))", "partition[1,k](combine[0,k](x))", {"x": "a,a@k"}),
     ("conv(x, w)", "reduce[k](conv(replicate[k](x), replicate[k](w)))", KERNELS),
     ("conv_relu(x, w)", "conv(relu(x), w)", KERNELS),
@@ -176,12 +209,9 @@ def test_a_wrong_rule_is_refused_by_the_fingerprint_the_proof_and_the_execution(
     candidate = _candidate(*wrong)
     assert not candidate.holds()
     assert prove(candidate.source[0], candidate.target[0], candidate.types) is None
-    same_types = type_of(candidate.source[0], candidate.types) == type_of(candidate.target[0], candidate.types)
+    same_types = type_of(candidate.source[0], candidate.types) == type_of(
+        candidate.target[0], candidate.types
+    )
     assert not same_types or not agree(
         candidate.source, candidate.target, candidate.types, {"k": 2}, 3, whole=True
     )
-
-
-def test_there_are_twenty_wrong_rules_and_families_of_small_graphs() -> None:
-    assert len(WRONG) >= 20
-    assert all(family.operators <= 5 for family in FAMILIES)

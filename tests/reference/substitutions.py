@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from graph.substitutions.terms import VARIABLE, Term, type_of
 from graph.substitutions.types import TensorType, atoms
@@ -42,7 +41,9 @@ def sizes_for(types: Mapping[str, TensorType], degrees: Mapping[str, int], seed:
     }
 
 
-def leaves(types: Mapping[str, TensorType], sizes: Mapping[str, int], seed: int, *, whole: bool) -> dict[str, Parts]:
+def leaves(
+    types: Mapping[str, TensorType], sizes: Mapping[str, int], seed: int, *, whole: bool
+) -> dict[str, Parts]:
     """Return variables that need gradients: whole numbers from -3 to 3, or normal ones."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
@@ -59,7 +60,9 @@ def leaves(types: Mapping[str, TensorType], sizes: Mapping[str, int], seed: int,
     return found
 
 
-def execute(term: Term, values: Mapping[str, Parts], types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> Parts:
+def execute(
+    term: Term, values: Mapping[str, Parts], types: Mapping[str, TensorType], sizes: Mapping[str, int]
+) -> Parts:
     """Return the parts of the value of `term`."""
     if term.kind == VARIABLE:
         return values[term.name]
@@ -115,23 +118,25 @@ def _local(term: Term, x: list[Tensor], left: int, shape: tuple[int, ...]) -> Te
         case "matmul":
             return x[0] @ x[1]
         case "matmul_relu":
-            return F.relu(x[0] @ x[1])
+            return nn.functional.relu(x[0] @ x[1])
         case "linear":
-            return F.linear(x[0], x[1].T, x[2])
+            return nn.functional.linear(x[0], x[1].T, x[2])
         case "linear_relu":
-            return F.relu(F.linear(x[0], x[1].T, x[2]))
+            return nn.functional.relu(nn.functional.linear(x[0], x[1].T, x[2]))
         case "add_bias":
             return x[0] + x[1]
         case "conv":
-            return F.conv2d(x[0], x[1], padding=(x[1].shape[2] // 2, x[1].shape[3] // 2))
+            return nn.functional.conv2d(x[0], x[1], padding=(x[1].shape[2] // 2, x[1].shape[3] // 2))
         case "conv_relu":
-            return F.relu(F.conv2d(x[0], x[1], padding=(x[1].shape[2] // 2, x[1].shape[3] // 2)))
+            return nn.functional.relu(
+                nn.functional.conv2d(x[0], x[1], padding=(x[1].shape[2] // 2, x[1].shape[3] // 2))
+            )
         case "add":
             return x[0] + x[1]
         case "multiply":
             return x[0] * x[1]
         case "relu":
-            return F.relu(x[0])
+            return nn.functional.relu(x[0])
         case "scale":
             return 5 * x[0]
         case "transpose":
@@ -149,8 +154,13 @@ def _local(term: Term, x: list[Tensor], left: int, shape: tuple[int, ...]) -> Te
 
 
 def agree(
-    source: tuple[Term, ...], target: tuple[Term, ...], types: Mapping[str, TensorType], degrees: Mapping[str, int],
-    seed: int, *, whole: bool,
+    source: tuple[Term, ...],
+    target: tuple[Term, ...],
+    types: Mapping[str, TensorType],
+    degrees: Mapping[str, int],
+    seed: int,
+    *,
+    whole: bool,
 ) -> bool:
     """Return whether both graphs have equal outputs and equal gradients: to the bit for whole numbers."""
     sizes = sizes_for(types, degrees, seed)
