@@ -170,7 +170,7 @@ def equal_graphs(found: Enumeration) -> Iterator[Pair]:
     """Iterate over pairs of different graphs whose fingerprints are equal: candidates of rules."""
     for members in found.classes.values():
         for first, second in combinations(members, 2):
-            if (first.minimal or found.family.everything) and _is_about(found.family, (first, second)):
+            if (first is members[0] or found.family.everything) and _is_about(found.family, (first, second)):
                 yield (first.term,), (second.term,)
     if found.family.pairs:
         yield from _equal_pairs(found)

@@ -24,6 +24,8 @@ from scripts.substitutions.execution import Setting, execute
 
 SETTINGS = (Setting({"k": 2, "m": 3}, 11), Setting({"k": 3, "m": 2}, 12))
 """What candidates are confirmed on: other extents, degrees and values than those they were found on."""
+MANY = 2
+"""Commutative operators up to which all orders are compared; above, some rules stay twice, in two orders."""
 Types = Mapping[str, TensorType]
 _FREE = "abcdefgijlnopquwxyz"
 _RESERVED = frozenset({"h", "v", "r", "t"})
@@ -125,6 +127,18 @@ def _orders(term: Term) -> Iterator[Term]:
             yield Term(term.kind, term.attributes, operands[::-1])
 
 
+def _sorted(term: Term) -> Term:
+    """Return `term` with the operands of commutative operators in the order of their texts without names."""
+    operands = tuple(map(_sorted, term.operands))
+    if term.kind in COMMUTATIVE:
+        operands = tuple(sorted(operands, key=lambda operand: re.sub(r"\b(x|new)?\w\b", "", str(operand))))
+    return Term(term.kind, term.attributes, operands)
+
+
+def _arrangements(term: Term, *, all_orders: bool) -> list[Term]:
+    return list(_orders(term)) if all_orders else [_sorted(term)]
+
+
 def canonical(candidate: Candidate) -> Candidate:
     """Return the first, in the order of their texts, of all candidates that are equal but for names and order."""
     sides: list[Pair] = []
@@ -135,7 +149,9 @@ def canonical(candidate: Candidate) -> Candidate:
             sides += {(source, target), (source[::-1], target[::-1])}
     options = []
     for source, target in sides:
-        for terms in product(*(list(_orders(term)) for term in (*source, *target))):
+        kinds = [part.kind for term in (*source, *target) for part in subterms(term)]
+        few = sum(kind in COMMUTATIVE for kind in kinds) <= MANY
+        for terms in product(*(_arrangements(term, all_orders=few) for term in (*source, *target))):
             options.append(_renamed(terms, candidate.types))
     (terms, types) = min(options, key=lambda option: (list(map(str, option[0])), str(sorted(option[1]))))
     half = len(candidate.source)
