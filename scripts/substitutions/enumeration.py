@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from graph.substitutions.terms import COMMUTATIVE, OPERATORS, Attribute, Term, subterms, variable
+from graph.substitutions.terms import PARALLEL, VARIABLE, COMMUTATIVE, OPERATORS, Attribute, Term, subterms, variable
 from graph.substitutions.types import Extent, IllTypedTerm, TensorType, parse_type
 from scripts.substitutions.execution import Setting, Value, apply, execute
 from scripts.substitutions.families import Choice, Family
@@ -84,12 +84,24 @@ def enumerate_family(family: Family) -> Enumeration:
     ):
         found.add(variable(name), value, ())
     for size in range(1, family.operators + 1):
-        operands = [node for node in found.nodes if node.minimal]
+        operands = [node for node in found.nodes if node.minimal or family.whole]
         for choice in family.choices:
             for nodes in _operands(choice, operands, size - 1):
+                if family.whole and not _is_whole(choice[0], nodes):
+                    continue
                 for attributes in _attributes(choice, nodes[0].value.type):
                     _extend(found, choice[0], attributes, nodes)
     return found
+
+
+def _is_whole(kind: str, nodes: tuple[Node, ...]) -> bool:
+    """Return whether a divided operand is a variable, a joined one a result, and no result is computed with again."""
+    kinds = {node.term.kind for node in nodes}
+    if kind in ("partition", "replicate"):
+        return kinds == {VARIABLE}
+    if kind in ("combine", "reduce"):
+        return not kinds & {VARIABLE, *PARALLEL}
+    return kinds <= {VARIABLE, "partition", "replicate"}
 
 
 def _extend(

@@ -26,6 +26,9 @@ class Family:
     degrees: dict[str, int] = field(default_factory=dict)
     everything: bool = False
     """Pair all equal graphs; otherwise each with the smallest ones, from which the others follow in two steps."""
+    whole: bool = False
+    """Graphs that divide variables, compute, and join results; operands need not be minimal, since such a graph is
+    wanted as one rule where it follows from several."""
     about: frozenset[str] = frozenset()
     """Kinds of which a rule must have one; what has none is another family's."""
 
@@ -47,7 +50,34 @@ SCALE: tuple[Choice, ...] = (("scale", ("s",)),)
 JOINED = (*_dims("concat", 0, 1), *_dims("split", 0, 1))
 K = {"k": 2}
 
+
+
+def _whole(variables: dict[str, str], operators: int, dims: tuple[int, ...], *kinds: str) -> Family:
+    """Return the family of parallelizations of `kinds`, on each of `dims`."""
+    return Family(
+        f"whole parallel {' '.join(kinds)}",
+        variables,
+        (*((kind, ("s",) if kind == "scale" else ()) for kind in kinds), *_parallel("k", *dims)),
+        operators,
+        degrees=K,
+        everything=True,
+        whole=True,
+        about=frozenset(kinds),
+    )
+
+
+MATRIX = {"x": "a,c", "w": "c,o"}
+BIASED = {**MATRIX, "b": "o"}
+IMAGE = {"x": "n,c,h,v", "w": "o,c,r,t"}
+
 FAMILIES = (
+    *(_whole(MATRIX, 4, (0, 1), kind) for kind in ("matmul", "matmul_relu")),
+    *(_whole(BIASED, 5, (0, 1), kind) for kind in ("linear", "linear_relu")),
+    *(_whole(IMAGE, 4, (0, 1), kind) for kind in ("conv", "conv_relu")),
+    *(_whole({"x": "a,c", "y": "a,c"}, 4, (0, 1), kind) for kind in ("add", "multiply")),
+    *(_whole({"x": "a,c"}, 3, (0, 1), kind) for kind in ("relu", "scale", "transpose")),
+    _whole({"x": "a,b,c"}, 3, (0, 1, 2), "flatten"),
+    _whole({"x": "a.b,c"}, 3, (0, 1), "unflatten"),
     Family(
         "elementwise",
         {"x": "a,c", "y": "a,c", "z": "a,c"},
