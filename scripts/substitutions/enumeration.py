@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from graph.substitutions.terms import PARALLEL, VARIABLE, COMMUTATIVE, OPERATORS, Attribute, Term, subterms, variable
+from graph.substitutions.terms import (
+    COMMUTATIVE,
+    OPERATORS,
+    PARALLEL,
+    VARIABLE,
+    Attribute,
+    Term,
+    subterms,
+    variable,
+)
 from graph.substitutions.types import Extent, IllTypedTerm, TensorType, parse_type
 from scripts.substitutions.execution import Setting, Value, apply, execute
 from scripts.substitutions.families import Choice, Family

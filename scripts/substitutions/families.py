@@ -51,7 +51,6 @@ JOINED = (*_dims("concat", 0, 1), *_dims("split", 0, 1))
 K = {"k": 2}
 
 
-
 def _whole(variables: dict[str, str], operators: int, dims: tuple[int, ...], *kinds: str) -> Family:
     """Return the family of parallelizations of `kinds`, on each of `dims`."""
     return Family(
