@@ -86,12 +86,6 @@ NAMED = {
         "split[1,0,o](matmul(x, concat[1](w, v))) ; split[1,1,o](matmul(x, concat[1](w, v)))",
         {"x": "a,c", "w": "c,o", "v": "c,p"},
     ),
-    "merge of linears with bias": (
-        "linear(x, w, b) ; linear(x, v, d)",
-        "split[1,0,o](linear(x, concat[1](w, v), concat[0](b, d))) ; "
-        "split[1,1,o](linear(x, concat[1](w, v), concat[0](b, d)))",
-        {"x": "a,c", "w": "c,o", "v": "c,p", "b": "o", "d": "p"},
-    ),
     "merge of convolutions": (
         "conv(x, w) ; conv(x, u)",
         "split[1,0,o](conv(x, concat[0](w, u))) ; split[1,1,o](conv(x, concat[0](w, u)))",
