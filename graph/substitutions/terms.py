@@ -187,9 +187,9 @@ def _add_bias(_attributes: tuple[Attribute, ...], operands: list[TensorType]) ->
 def _conv(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     x, w = operands
     _require(
-        len(x.dims) == len(w.dims) == 4 and x.dims[1] == w.dims[1],
+        len(x.dims) == len(w.dims) == 4 and x.dims[1] == w.dims[1] and x.dims[2:] != w.dims[2:],
         "conv",
-        "images and kernels of equal channels",
+        "images and smaller kernels of equal channels",
     )
     return x.with_dim(1, w.dims[0])
 
