@@ -27,6 +27,8 @@ from graph.substitutions.types import (
 Attribute = int | str
 VARIABLE = "variable"
 COMMUTATIVE = frozenset({"add", "multiply"})
+SPATIAL = ("h", "v", "r", "t")
+"""The extents of an image and of a kernel, which have these names, so that neither is taken for the other."""
 PARALLEL = frozenset({"partition", "combine", "replicate", "reduce"})
 
 
@@ -187,9 +189,11 @@ def _add_bias(_attributes: tuple[Attribute, ...], operands: list[TensorType]) ->
 def _conv(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     x, w = operands
     _require(
-        len(x.dims) == len(w.dims) == 4 and x.dims[1] == w.dims[1] and x.dims[2:] != w.dims[2:],
+        len(x.dims) == len(w.dims) == 4
+        and x.dims[1] == w.dims[1]
+        and (*map(str, x.dims[2:]), *map(str, w.dims[2:])) == SPATIAL,
         "conv",
-        "images and smaller kernels of equal channels",
+        "images h, v and kernels r, t of equal channels",
     )
     return x.with_dim(1, w.dims[0])
 
