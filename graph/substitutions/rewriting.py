@@ -28,8 +28,10 @@ class RewritingRule:
     """A rule: `matches` returns the groups of operators that it can be applied to, each as large as can be.
 
     A part of a group, of two operators or more, is a match too. `rewrite` returns the operator in place of a group's.
+    `sides`: the proven rule that it rests on, for two operators (`graph.substitutions.rules`).
     """
 
+    sides: tuple[str, str]
     matches: Callable[[OperatorGraph], list[tuple[Operator, ...]]]
     rewrite: Callable[[Sequence[Operator]], DraftOperator]
 
@@ -96,9 +98,21 @@ def _merged(operators: Sequence[Operator]) -> DraftOperator:
 
 
 RULES: Mapping[str, RewritingRule] = {
-    "merge-linears": RewritingRule(_mergeable(frozenset({"aten.linear.default"})), _merged),
+    "merge-linears": RewritingRule(
+        (
+            "matmul(x, w) ; matmul(x, v)",
+            "split[1,0,o](matmul(x, concat[1](w, v))) ; split[1,1,o](matmul(x, concat[1](w, v)))",
+        ),
+        _mergeable(frozenset({"aten.linear.default"})),
+        _merged,
+    ),
     "merge-convolutions": RewritingRule(
-        _mergeable(frozenset(MERGED) - frozenset({"aten.linear.default"})), _merged
+        (
+            "conv(x, w) ; conv(x, u)",
+            "split[1,0,o](conv(x, concat[0](w, u))) ; split[1,1,o](conv(x, concat[0](w, u)))",
+        ),
+        _mergeable(frozenset(MERGED) - frozenset({"aten.linear.default"})),
+        _merged,
     ),
 }
 

@@ -1,0 +1,65 @@
+"""Rules: graphs of equal values, of one or two outputs, as `scripts/rules` found, proved and wrote them.
+
+A rule holds in both directions; to apply it from one side, all variables of the other must be on that side. `add` and
+`multiply` match their operands in either order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from graph.substitutions.terms import Term, parse, subterms, type_of, variables
+from graph.substitutions.types import TensorType, parse_type
+
+PATH = Path(__file__).with_name("rules.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Two graphs of equal outputs, the types of their variables, and the properties that the proof used."""
+
+    name: str
+    source: tuple[Term, ...]
+    target: tuple[Term, ...]
+    types: Mapping[str, TensorType]
+    conditions: tuple[str, ...]
+    properties: tuple[str, ...]
+
+    def applies_backwards(self) -> bool:
+        """Return whether the target names all variables, so that it may be replaced by the source."""
+        return set(variables(*self.source)) <= set(variables(*self.target))
+
+    def applies_forwards(self) -> bool:
+        """Return whether the source names all variables, so that it may be replaced by the target."""
+        return set(variables(*self.target)) <= set(variables(*self.source))
+
+
+def conditions(terms: Iterable[Term], types: Mapping[str, TensorType]) -> tuple[str, ...]:
+    """Return the divisibilities that the partitions of `terms` need, such as "k divides a"."""
+    found: set[str] = set()
+    for term in terms:
+        for part in subterms(term):
+            if part.kind == "partition":
+                extent = type_of(part.operands[0], types).dims[int(part.attributes[0])]
+                found.add(f"{part.attributes[1]} divides {extent}")
+    return tuple(sorted(found))
+
+
+@cache
+def load_rules(path: Path = PATH) -> tuple[Rule, ...]:
+    """Return all rules of a file that `scripts/rules` wrote, in its order."""
+    return tuple(
+        Rule(
+            entry["name"],
+            tuple(map(parse, entry["source"])),
+            tuple(map(parse, entry["target"])),
+            {name: parse_type(text) for name, text in entry["variables"].items()},
+            tuple(entry["conditions"]),
+            tuple(entry["properties"]),
+        )
+        for entry in json.loads(path.read_text(encoding="utf-8"))["rules"]
+    )

@@ -1,0 +1,1 @@
+"""Finds and proves the rules of graph/substitutions: `scripts/rules`."""
