@@ -85,13 +85,17 @@ def _check(
     return without_trace
 
 
+# Its bags are taken apart by a trace, as any operator that no rewriting knows.
+TRACED = frozenset({"xdl"})
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_zoo_networks_are_rewritten_to_what_their_trace_is(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.device("meta"):
         module, args, kwargs = build(name, "small")
-    assert _check(monkeypatch, module, args, kwargs)
+    assert _check(monkeypatch, module, args, kwargs) == (name not in TRACED)
 
 
 def _blocks(self: _Module, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

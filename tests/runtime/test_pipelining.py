@@ -68,7 +68,13 @@ def write(network: Network, graph: OperatorGraph, strategy: Strategy, file: Path
 
 
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("resnet", "bert", "alexnet", "dlrm") else ())
+        for name in NETWORKS
+    ],
+)
 def test_every_schedule_equals_the_module(name: str, tmp_path: Path) -> None:
     """Tied weights in two stages, values handed through, ignored targets; two ranks, two or four stages."""
     network = NETWORKS[name]

@@ -55,7 +55,16 @@ def zoo(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch
     return build(name, "small", None)
 
 
-@pytest.mark.parametrize("name", ["heads", "heads without biases", "inception", "bert-large", "resnet101"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "heads",
+        "heads without biases",
+        pytest.param("inception", marks=pytest.mark.slow),
+        "bert-large",
+        "resnet101",
+    ],
+)
 def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_one(name: str) -> None:
     built = heads(biased=name == "heads") if name.startswith("heads") else zoo(name)
     graph = import_module(*built, name=name)
