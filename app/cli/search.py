@@ -116,7 +116,8 @@ def search(
         typer.Option(
             "--algorithm",
             help="mcmc, optcnn, tofu, placement, exhaustive, greedy, random, sharding or recomputation; several "
-            "joined by commas, each a start of the next. With micro-batches pipeline, greedy, random or recomputation. "
+            "joined by commas, each a start of the next. unity: substitutions too, and mcmc for the best graphs. With "
+            "micro-batches pipeline, greedy, random or recomputation. "
             "Default: mcmc, with micro-batches pipeline.",
             show_default=False,
         ),

@@ -50,7 +50,7 @@ def _mergeable(targets: frozenset[str]) -> Callable[[OperatorGraph], list[tuple[
 
 
 def _form(graph: OperatorGraph, operator: Operator) -> object:
-    """Return what operators must have in common to be merged; None of one that cannot be.
+    """Return the properties that operators must have in common to be merged; None of an operator that cannot be.
 
     Its weight and bias are there before the step, whole, each with an element for each channel, and read by it alone.
     """

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from app.services.models.models import stored_request
+from graph.errors import DamagedDataError
 from tests.app.conftest import USERS_NETWORK, Command
 
 HEADS = """
@@ -88,11 +90,11 @@ def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equ
     assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
 
 
-@pytest.mark.parametrize("batch", ["4096"])
+@pytest.mark.parametrize("batch", ["4096", pytest.param("4", marks=pytest.mark.slow)])
 def test_the_joint_search_finds_what_an_exhaustive_one_over_all_sets_and_configurations_finds(
     command: Command, batch: str
 ) -> None:
-    """Of a network of four operators on two devices."""
+    """Of a network of four operators on two devices: large, and small, where one device is best."""
     network = (
         "--model",
         "own_heads:product",
@@ -118,6 +120,8 @@ def test_options_and_files_that_do_not_fit_are_refused_in_a_line(command: Comman
     refused = command("search", *OWN, *HERE, "--algorithm", "unity", "--substitute")
     assert refused.code == 2
     assert "chooses substitutions" in refused.errors
+    refused = command("search", *OWN, *HERE, "--algorithm", "unity", "--start", "1")
+    assert (refused.code, "names strategies for one graph" in refused.errors) == (2, True)
     plain = ("--model", "own_heads:fine", "--batch-size", "4", *HERE)
     refused = command("search", *plain, "--algorithm", "unity")
     assert refused.code == 2
@@ -139,3 +143,8 @@ def test_options_and_files_that_do_not_fit_are_refused_in_a_line(command: Comman
     refused = command("run", *OWN, *HERE, "--strategy", str(file), "--substitute")
     assert refused.code == 2
     assert "--substitute: is for a baseline" in refused.errors
+
+
+def test_a_stored_model_with_damaged_substitutions_is_said_to_be_damaged() -> None:
+    with pytest.raises(DamagedDataError, match="graph 1: substitutions: has an entry"):
+        stored_request({"name": "mlp", "substitutions": [{"rule": 1}]}, "graph 1")

@@ -13,7 +13,7 @@ from graph.substitutions.rewriting import matches, rewritten
 from graph.zoo import build
 from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
-from tests.runtime.strategies import random_strategy
+from tests.runtime.strategies import random_strategy, seeds
 
 
 @cache
@@ -33,7 +33,7 @@ def test_data_parallelism_stays_data_parallelism_and_one_device_one(name: str) -
     assert carried(single_device(graph), graph, other) == single_device(other)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, 10))
 def test_any_strategy_carried_over_is_legal_and_keeps_what_stays(seed: int) -> None:
     graph = imported("inception")
     other = rewritten(graph, matches(graph))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from app.services.models import graph_cache, trust
-from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, UsageError
+from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, StrategyError, UsageError
 from graph.operators import OperatorGraph
 from graph.schedule import MOST_MICRO_BATCHES
 from graph.substitutions.substitution import Substitution, substitutions_from_json, substitutions_to_json
@@ -216,7 +216,10 @@ def stored_request(document: object, where: str) -> ModelRequest:
             f"{where}: its model is no JSON object of name, preset, batch_size, precision, micro_batches and "
             "substitutions, must be; restore the database from a copy"
         )
-    substitutions = substitutions_from_json(document.get("substitutions", []))
+    try:
+        substitutions = substitutions_from_json(document.get("substitutions", []))
+    except StrategyError as error:
+        raise DamagedDataError(f"{where}: {error}") from None
     request = ModelRequest(**{**document, "substitutions": substitutions})
     if request.is_zoo:
         zoo_entry(request.name)

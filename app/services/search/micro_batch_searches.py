@@ -6,13 +6,13 @@ The graph is another for each number of micro-batches, so that each search is on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from app.services.models.models import ImportedModel, ModelRequest, batch_size_of, in_micro_batches
 from app.services.progress import Progress
 from app.services.search import micro_batches
-from app.services.search.report import SearchReport
+from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
 from app.services.search.search import run_search
 from graph.errors import ImportFailure, StrategyError
@@ -21,22 +21,8 @@ MOST_TRIED = 32
 """Micro-batches, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchSearches:
-    """The reports of the searches, by numbers of micro-batches."""
-
-    reports: tuple[tuple[int, SearchReport], ...]
-
-    @property
-    def best(self) -> SearchReport:
-        """The report of the search that found the fastest strategy; of equals, the one of fewer micro-batches."""
-        return min((report for _, report in self.reports), key=lambda report: report.best.rank)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last search was interrupted, or confirming it was."""
-        last = self.reports[-1][1]
-        return last.interrupted or last.unconfirmed
+class MicroBatchSearches(RelatedSearches[int]):
+    """The reports of the searches, by numbers of micro-batches, ascending."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return for each number of micro-batches the search, and its best strategy as predicted."""

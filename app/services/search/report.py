@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from app.services.predict.recomputation_report import RecomputationReport
 from app.services.search.start_strategies import StartStrategy
@@ -13,6 +13,8 @@ from app.services.search.start_strategies import StartStrategy
 if TYPE_CHECKING:
     from app.services.search.confirmation import Confirmation
     from search.bounds.lower_bound import Bound
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +161,21 @@ class SearchReport:
             "micro_batches": dict(self.micro_batches),
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RelatedSearches(Generic[Choice]):
+    """Searches for one network, in their order, each with the choice that it was made for."""
+
+    reports: tuple[tuple[Choice, SearchReport], ...]
+
+    @property
+    def best(self) -> SearchReport:
+        """The report of the search that found the fastest strategy; of equals, the first."""
+        return min((report for _, report in self.reports), key=lambda report: report.best.rank)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last search was interrupted, or confirming it was."""
+        last = self.reports[-1][1]
+        return last.interrupted or last.unconfirmed

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from app.db.store import Store
 from app.services.models.models import ImportedModel, rewritten_model
+from app.services.predict.compiled_stretches import check_compiler
 from app.services.predict.problem import problem_of
 from app.services.progress import Progress
-from app.services.search.report import SearchReport
+from app.services.search.micro_batches import check_options
+from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
 from app.services.search.run_algorithms import worker_count
 from app.services.search.search import check_topology, imported_model, run_search, search_setting
@@ -42,22 +45,13 @@ MOST_SEARCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class SubstitutionSearches:
-    """Sets of substitutions with what each costs, the best first, and the searches, in their order."""
+class SubstitutionSearches(RelatedSearches[tuple[Substitution, ...]]):
+    """The reports of the searches, by sets of substitutions.
+
+    evaluated: all sets that were considered, the best first, each with the seconds of a step that it costs.
+    """
 
     evaluated: tuple[tuple[tuple[Substitution, ...], float], ...]
-    reports: tuple[tuple[tuple[Substitution, ...], SearchReport], ...]
-
-    @property
-    def best(self) -> SearchReport:
-        """The report of the search that found the fastest strategy, of equals the first."""
-        return min((report for _, report in self.reports), key=lambda report: report.best.rank)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last search was interrupted, or confirming it was."""
-        last = self.reports[-1][1]
-        return last.interrupted or last.unconfirmed
 
     @property
     def chosen(self) -> tuple[Substitution, ...]:
@@ -109,7 +103,15 @@ def run_substitution_searches(
             "--substitute; leave them out"
         )
     check_topology(request, database)
+    if request.starts:
+        raise UsageError(
+            f"--start: names strategies for one graph, must be left out with --algorithm {NAME}, which searches "
+            "several; leave it out"
+        )
     names, workers = algorithm_names(request), worker_count(request.workers)
+    check_options(request, names)
+    if request.compile_stretches:
+        check_compiler()
     model = imported_model(request, names, workers, progress, imported)
     moves = moves_of(model.graph)
     if not moves:
@@ -129,19 +131,18 @@ def run_substitution_searches(
     reports: list[tuple[tuple[Substitution, ...], SearchReport]] = []
     for chosen in _searched(evaluated):
         rewritten = _rewritten(model, moves, chosen)
-        substitutions = rewritten.graph.substitutions
         each = replace(request, model=rewritten.request)
-        report = run_search(each, database, progress, lambda graph=rewritten: graph)  # type: ignore[misc]
-        reports.append((substitutions, report))
+        report = run_search(each, database, progress, partial(_given, rewritten))
+        reports.append((rewritten.graph.substitutions, report))
         if report.interrupted or report.unconfirmed:
             break
     return SubstitutionSearches(
-        tuple((_chosen(moves, one.moves), one.cost_s) for one in evaluated), tuple(reports)
+        tuple(reports), tuple((_chosen(moves, one.moves), one.cost_s) for one in evaluated)
     )
 
 
 def moves_of(graph: OperatorGraph) -> list[tuple[Substitution, ...]]:
-    """Return what a search applies at once: a rule, at all of its matches whose calls are the same."""
+    """Return the moves of a search: each applies a rule at all of those of its matches whose calls are the same."""
     alike: dict[object, list[Substitution]] = {}
     for match in matches(graph):
         calls = [whole_call(graph, graph.operator_by_name[name]).key for name in match.operators]
@@ -183,8 +184,11 @@ def _chosen(moves: Sequence[tuple[Substitution, ...]], chosen: Sequence[int]) ->
     return tuple(substitution for move in chosen for substitution in moves[move])
 
 
+def _given(model: ImportedModel) -> ImportedModel:
+    return model
+
+
 def _rewritten(
     model: ImportedModel, moves: Sequence[tuple[Substitution, ...]], chosen: Sequence[int]
 ) -> ImportedModel:
-    substitutions = _chosen(moves, chosen)
-    return rewritten_model(model, substitutions) if substitutions else model
+    return rewritten_model(model, _chosen(moves, chosen))
