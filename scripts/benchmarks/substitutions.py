@@ -67,13 +67,13 @@ def graphs(name: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
     import torch
 
     from graph.importer import import_module
-    from graph.substitutions.rewriting import matches, rewritten
+    from graph.substitutions.rewriting import every_substitution, rewritten
     from graph.zoo import build
 
     with torch.device("meta"):
         module, args, kwargs = build(name, **sizes)
     graph = import_module(module, args, kwargs, name=name)
-    return graph, rewritten(graph, matches(graph))
+    return graph, rewritten(graph, every_substitution(graph))
 
 
 def merged_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:

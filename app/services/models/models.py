@@ -407,10 +407,10 @@ def rewritten_model(model: ImportedModel, substitutions: Sequence[Substitution])
 
 
 def with_all_substitutions(model: ImportedModel) -> ImportedModel:
-    """Return a model with every substitution applied that its graph, as imported, allows."""
-    from graph.substitutions.rewriting import matches
+    """Return a model with as many substitutions applied as its graph, as imported, allows together."""
+    from graph.substitutions.rewriting import every_substitution
 
-    return rewritten_model(model, matches(model.graph))
+    return rewritten_model(model, every_substitution(model.graph))
 
 
 @rare_collection()

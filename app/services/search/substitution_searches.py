@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from app.db.store import Store
@@ -28,7 +29,7 @@ from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.rules import whole_call
 from graph.strategy import Strategy
-from graph.substitutions.rewriting import matches
+from graph.substitutions.rewriting import compatible, matches
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.backtracking import Evaluated, backtrack
 from search.algorithms.best_tracker import simulated
@@ -124,6 +125,8 @@ def run_substitution_searches(
             costs = SetCosts(problem_of(setting), options.order)
 
         def cost(chosen: tuple[int, ...]) -> float:
+            if not compatible(model.graph, _chosen(moves, chosen)):
+                return inf
             with search_setting(store, request, _rewritten(model, moves, chosen), progress) as setting:
                 return costs.seconds(problem_of(setting))
 
