@@ -8,6 +8,7 @@ eight. Each strategy is executed twice, the second time backwards, and its step 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,7 @@ def run(*, quick: bool) -> BenchmarkResult:
     from app.services.models.models import requested_model
 
     table: list[Row] = []
-    orders = []
+    orders: list[bool] = []
     with database():
         for name in QUICK if quick else SIZES:
             done = {way: _Executed([], []) for way in WAYS}
@@ -116,13 +117,7 @@ def run(*, quick: bool) -> BenchmarkResult:
                 done[way].add(report)
             rows = [_row(name, way, both) for way, both in done.items()]
             table += rows
-            orders += [
-                (number(one, "predicted ms") - number(other, "predicted ms"))
-                * (number(one, "measured ms") - number(other, "measured ms"))
-                > 0
-                for one, other in combinations(rows, 2)
-                if abs(number(one, "measured ms") / number(other, "measured ms") - 1) > NOISE
-            ]
+            orders += in_order(rows)
     return BenchmarkResult(
         benchmark="pipelines_measured",
         conditions={"devices": DEVICES, "steps a run": ITERATIONS},
@@ -139,6 +134,17 @@ def run(*, quick: bool) -> BenchmarkResult:
             "predicted ms": ".1f", "measured ms": ".1f", "off": "+.1%", "peak MB": ".1f", "peak off": "+.1%",
         },
     )  # fmt: skip
+
+
+def in_order(rows: Sequence[Row]) -> list[bool]:
+    """Return, of each two rows whose measured steps differ by more than noise, whether predictions differ alike."""
+    return [
+        (number(one, "predicted ms") - number(other, "predicted ms"))
+        * (number(one, "measured ms") - number(other, "measured ms"))
+        > 0
+        for one, other in combinations(rows, 2)
+        if abs(number(one, "measured ms") / number(other, "measured ms") - 1) > NOISE
+    ]
 
 
 def _row(name: str, way: tuple[str, int, Schedule | None], both: _Executed) -> Row:

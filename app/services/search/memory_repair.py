@@ -1,8 +1,7 @@
-"""More sharding, or more recomputation, of a strategy that does not fit after all.
+"""Another strategy in place of one that does not fit after all.
 
-Algorithms `sharding` and `recomputation` go by the sum of memory that a search keeps, and do no more than must be. A
-device's program may take more than that sum (`app.services.predict.predicted_peaks`): then the sum gets so much less
-memory.
+Algorithms go by the sum of memory that a search keeps, and use all that there is. A device's program may take more than
+that sum (`app.services.predict.predicted_peaks`): then the sum gets so much less memory.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from app.services.predict.predict import Setting
 from app.services.predict.problem import problem_of
 from graph.strategy import Strategy
 from graph.topology import Topology
-from search.algorithms.mcmc import SearchOptions
-from search.algorithms.trials import TrialResult
+from search.problem import Problem
 
 ROUNDS = 3
 """The changed strategy exceeds its sum by another amount, though seldom by much."""
@@ -27,8 +25,7 @@ Peaks = Callable[[Strategy], Sequence[int]]
 def repair_memory(
     setting: Setting,
     strategy: Strategy,
-    change: Callable[..., TrialResult],
-    options: SearchOptions,
+    change: Callable[[Problem, Strategy], Strategy],
     program_peaks: Peaks,
     summed_peaks: Peaks,
 ) -> Strategy:
@@ -37,9 +34,7 @@ def repair_memory(
     Args:
         setting: of the strategy.
         strategy: does not fit.
-        change: `search.algorithms.weight_sharding.share_weights` or
-            `search.algorithms.activation_checkpointing.recompute`.
-        options: of the search.
+        change: returns a strategy, begun at another one or not, for a problem whose devices have less memory.
         program_peaks: by a walk over the devices' programs.
         summed_peaks: by the search's sum.
 
@@ -51,7 +46,7 @@ def repair_memory(
         excesses = [max(0, program - summed) for program, summed in peaks]
         # Without the builder of the setting, which has all the memory.
         problem = replace(problem_of(setting), topology=_with_less(setting.topology, excesses), builder=None)
-        changed = change(problem, (strategy,), most=max(1, options.proposals), order=options.order).strategy
+        changed = change(problem, strategy)
         if changed == strategy:
             break
         strategy = changed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from app.db.records import StrategySource
 from app.db.store import Store
@@ -16,11 +18,17 @@ from app.services.search.micro_batches import in_micro_batches
 from app.services.search.report import Prediction
 from app.services.search.run_algorithms import SearchPlan
 from app.services.search.start_strategies import start_of
+from graph.errors import StrategyError
 from graph.strategy import Strategy
+from search.algorithms import registry
 from search.algorithms.activation_checkpointing import recompute
+from search.algorithms.algorithm import AlgorithmContext
+from search.algorithms.mcmc import SearchOptions
 from search.algorithms.staging import pipeline_baselines
+from search.algorithms.trials import TrialResult
 from search.algorithms.weight_sharding import share_weights
 from search.cost.cost_table import Origin
+from search.problem import Problem
 from search.space.baselines import Baseline, all_baselines, starting_baselines
 
 
@@ -48,20 +56,28 @@ class SearchPredictions:
             progress.advance(text=f"simulating the baselines: {name}")
         return predictions
 
-    def best(self, strategy: Strategy, baseline_predictions: list[Prediction]) -> Prediction:
+    def best(
+        self, strategy: Strategy, baseline_predictions: list[Prediction], *, again: bool = True
+    ) -> Prediction:
         """Predict the algorithms' best strategy; return the prediction, or a baseline's that beats it.
 
         The memory of a baseline that would beat it is walked first, and its prediction corrected in place. Where the
-        search's own sum of memory was too low, and the strategy does not fit, a known start that does is taken.
+        search's own sum of memory was too low, and the strategy does not fit, the algorithms run once more with less
+        memory (`again`); where that does not help, a known start that fits is taken.
         """
         best = self.predict(strategy)
-        for name, change in (("sharding", share_weights), ("recomputation", recompute)):
-            if name in self._plan.names and not best.feasible:
+        names, options = self._plan.names, self._plan.options
+        more_of_it = [change for name, change in _MORE_OF_IT.items() if name in names]
+        changes: list[Callable[[Problem, Strategy], Strategy]] = [
+            *(partial(_changed, change, options) for change in more_of_it),
+            *([self._searched] if again else []),
+        ]
+        for change in changes:
+            if not best.feasible:
                 strategy = repair_memory(
                     self._setting,
                     strategy,
                     change,
-                    self._plan.options,
                     lambda changed: self.predict(changed).peak_memory_bytes,
                     lambda changed: self.predict(changed, walk="never").peak_memory_bytes,
                 )
@@ -79,6 +95,15 @@ class SearchPredictions:
                 baseline_predictions[index] = self.predict(self.strategies[name], name, source_of(name))
         best = min([best, *baseline_predictions], key=lambda prediction: prediction.rank)
         return replace(best, name="found")
+
+    def _searched(self, problem: Problem, strategy: Strategy) -> Strategy:
+        """Return what the algorithms find for a problem with less memory; where nothing fits, the same strategy."""
+        starts = tuple(start.strategy for start in self._plan.starts)
+        context = AlgorithmContext(self._plan.options, starts, workers=self._plan.workers)
+        try:
+            return registry.best_of(registry.run(self._plan.names, problem, context)).strategy
+        except StrategyError:
+            return strategy
 
     def recomputation(self, best: Prediction) -> RecomputationReport | None:
         """Return the recomputation of the best strategy, with its time and memory; None where it has none."""
@@ -124,6 +149,15 @@ class SearchPredictions:
             peak_memory_bytes=simulation.peak_memory_bytes,
             feasible=simulation.feasible,
         )
+
+
+_MORE_OF_IT = {"sharding": share_weights, "recomputation": recompute}
+
+
+def _changed(
+    change: Callable[..., TrialResult], options: SearchOptions, problem: Problem, strategy: Strategy
+) -> Strategy:
+    return change(problem, (strategy,), most=max(1, options.proposals), order=options.order).strategy
 
 
 def _baselines(setting: Setting, *, everything: bool) -> tuple[Baseline, ...]:

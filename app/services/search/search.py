@@ -336,15 +336,15 @@ def _search(
                 predictions = SearchPredictions(store, setting, plan)
                 baselines = predictions.baselines(progress)
             results = run_algorithms(store, setting, plan, progress)
-            best = predictions.best(registry.best_of(results).strategy, baselines)
+            # A user who interrupts a search waits neither for another one nor for a bound.
+            interrupted = results[-1].interrupted
+            best = predictions.best(registry.best_of(results).strategy, baselines, again=not interrupted)
             shared = shared or any(
                 baseline.digest == best.digest and baseline.name in ("zero", "fsdp") for baseline in baselines
             )
             recomputed = "recomputation" in plan.names or any(
                 result.strategy.recomputation for result in results
             )
-            # A user who interrupts a search does not wait for a bound.
-            interrupted = results[-1].interrupted
             bound = None
             if is_bounded and not interrupted:
                 bound = lower_bound.bound(results, progress, shared=shared, recomputed=recomputed)
