@@ -59,7 +59,7 @@ from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
 from search.space.configurations import configured, random_draw
 from search.space.groups import follow
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 
 if TYPE_CHECKING:
     from search.problem import Problem  # numba comes with it
@@ -206,7 +206,7 @@ class Start:
     name: str
     strategy: Strategy
     rng: np.random.Generator
-    heads: Mapping[int, Origin] | None = None
+    heads: Mapping[int, ProposalOrigin] | None = None
 
 
 def _starts(
@@ -261,7 +261,7 @@ def _generator(options: SearchOptions, number: int) -> np.random.Generator:
 
 def _random_start(moves: Moves, rng: np.random.Generator) -> Start:
     """Return a random configuration of every head, which the other operators follow."""
-    heads: dict[int, Origin] = {}
+    heads: dict[int, ProposalOrigin] = {}
     chosen: dict[int, Configuration] = {}
     for group in moves.groups:
         drawn = random_draw(moves.graph.operators[group.head], moves.device_count, rng)

@@ -16,7 +16,7 @@ import numpy as np
 from graph.strategy import Configuration, Strategy
 from search.algorithms.moves import Part
 from search.parallel.fork import ENDING_SIGNALS
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 
 BATCH = 1024
 # A killed search loses no more proposals than those of this time, and of the time that writing the rest takes.
@@ -31,7 +31,7 @@ class Proposal(NamedTuple):
     step: int
     operator: int
     configuration: Configuration
-    origin: Origin
+    origin: ProposalOrigin
     simulated_ns: int
     bound_ns: int
     accepted: bool
@@ -55,7 +55,7 @@ class ProposalBatch:
     step: np.ndarray[Any, np.dtype[np.int64]]
     operator: np.ndarray[Any, np.dtype[np.int32]]
     configurations: list[Configuration]
-    origin: list[Origin]
+    origin: list[ProposalOrigin]
     simulated_ns: np.ndarray[Any, np.dtype[np.int64]]
     bound_ns: np.ndarray[Any, np.dtype[np.int64]]
     accepted: np.ndarray[Any, np.dtype[np.bool_]]
@@ -134,7 +134,9 @@ def decode_configuration(code: bytes) -> Configuration:
 class Observer(Protocol):
     """Hears of starts, proposals and progress of a running search."""
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+    def on_start(
+        self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, ProposalOrigin] | None
+    ) -> None:
         """Take the start of a chain, and where it was drawn at random, what the heads' configurations come from."""
         ...
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.db.records import DEEPEST_COPY, SearchOutcome
-from app.db.rows import EntryRow, Family, Others, ProposalRows, StartEntry
+from app.db.rows import EntryRow, Others, PlacementFamily, ProposalRows, StartEntry
 from app.db.trace import ProposalTrace
 from app.services.progress import Progress
 from graph.axes import Degrees
@@ -177,7 +177,7 @@ class Codes:
     def _new(
         self,
         key: Any,
-        family: Family,
+        family: PlacementFamily,
         degrees: Degrees,
         start: int | None = None,
         stride: int | None = None,
@@ -212,7 +212,7 @@ class TraceRecorder:
         name: str,
         *,
         resumed: Mapping[int, Mapping[int, int]] | None = None,
-        recorded: Recorded | None = None,
+        recorded: RecordedProposals | None = None,
         first_code: int = 0,
     ) -> None:
         """Begin; of a search that is resumed, `resumed` holds the codes of every chain's heads where it goes on.
@@ -224,7 +224,7 @@ class TraceRecorder:
         self._codes = Codes(device_count, first_code)
         # By chain: the codes of its heads.
         self._current = {chain: dict(codes) for chain, codes in (resumed or {}).items()}
-        self._recorded = recorded or Recorded({})
+        self._recorded = recorded or RecordedProposals({})
         self._bar = WalkBar(progress, f"searching {name}")
 
     def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
@@ -306,7 +306,7 @@ class WalkBar:
         self._shown = proposals
 
 
-class Recorded:
+class RecordedProposals:
     """Proposals that a trace holds after the snapshot of a resumed chain, by chain and step."""
 
     def __init__(self, rows: Mapping[tuple[int, int], tuple[int, int, bool]]) -> None:
