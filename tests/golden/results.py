@@ -27,9 +27,10 @@ from search.algorithms.mcmc import ProposalBatch, SearchOptions, search
 from search.algorithms.moves import shares_for
 from search.cost.cost_table import CostTable
 from search.orders import Order
+from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, fsdp, random_strategy, zero
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 from tests.search.builders import MadeUpCosts, cluster, random_anywhere
 
 FILE = Path(__file__).with_name("golden.json")
@@ -74,7 +75,9 @@ class Walked:
 
     texts: list[str] = field(default_factory=list)
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+    def on_start(
+        self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, ProposalOrigin] | None
+    ) -> None:
         """Keep where a chain begins."""
         self.texts.append(f"{chain} {name} {strategy.digest} {heads}")
 
@@ -122,10 +125,7 @@ def results(name: str) -> Iterator[tuple[str, Any]]:
         # In program order alone a walk carries what is shared and what is made again.
         known = [chosen["fsdp"], chosen["recomputed"]] if order == "program" else [chosen["random"]]
         found = search(
-            graph,
-            topology,
-            CostTable(MadeUpCosts()),
-            TRAINING,
+            Problem(graph, topology, CostTable(MadeUpCosts()), TRAINING),
             replace(OPTIONS, order=order),
             known=known,
             observer=walked,
