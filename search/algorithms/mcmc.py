@@ -23,6 +23,7 @@ import numpy as np
 from graph.errors import StrategyError
 from graph.strategy import Configuration, Strategy
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
+from search.algorithms.best_tracker import builder_of
 from search.algorithms.chain import (
     EXCEEDED,
     POLISHING,
@@ -43,8 +44,6 @@ from search.algorithms.proposal_log import (
     ProposalBatch,
     Recorder,
     ResumedChain,
-    decode_configuration,
-    encode_configuration,
 )
 from search.evaluate.evaluator import outcome
 from search.outcome import Outcome
@@ -71,8 +70,6 @@ __all__ = [
     "SearchOptions",
     "SearchResult",
     "accepts",
-    "decode_configuration",
-    "encode_configuration",
     "outcome",
     "search",
     "start_chain",
@@ -133,16 +130,7 @@ def search(
     of_chains = [strategy for chain in resumed for strategy in (chain.current, chain.best)]
     for strategy in (*starts, *known, *of_chains):
         strategy.validate(graph, device_count)
-    builder = problem.builder
-    if builder is None:
-        builder = TaskGraphBuilder(
-            graph,
-            problem.topology,
-            problem.costs,
-            problem.training,
-            links=problem.links,
-            local_calls=problem.local_calls,
-        )
+    builder = builder_of(problem)
     moves = Moves(graph, device_count, options.shares)
     chains: list[Chain] = []
     recorder = Recorder(observer, lambda: tuple(chain.snapshot() for chain in chains))

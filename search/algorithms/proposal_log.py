@@ -21,7 +21,6 @@ from search.space.placements import ProposalOrigin
 BATCH = 1024
 # A killed search loses no more proposals than those of this time, and of the time that writing the rest takes.
 BATCH_S = 0.6
-CODE = np.dtype("<u4")
 
 
 class Proposal(NamedTuple):
@@ -43,7 +42,7 @@ class ProposalBatch:
     """Proposals in the order in which they were made, as columns.
 
     chain, step: which proposal it is; steps count from 1 in each chain.
-    operator: index of the head whose group changed. configuration: the head's, see `encode_configuration`.
+    operator: index of the head whose group changed. configurations: the head's.
     origin: what it was drawn or copied from. simulated_ns: -1 where a device's memory is exceeded, -2 where the
     simulation was stopped at the bound. bound_ns: the makespan up to which it was accepted (of two strategies
     that exceed memory differently, that which exceeds less is).
@@ -84,11 +83,6 @@ class ProposalBatch:
     def __len__(self) -> int:
         return len(self.configurations)
 
-    @property
-    def configuration(self) -> list[bytes]:
-        """The proposed configurations as `encode_configuration` writes them."""
-        return [encode_configuration(configuration) for configuration in self.configurations]
-
 
 @dataclass(frozen=True, slots=True)
 class ChainSnapshot:
@@ -117,18 +111,6 @@ class ResumedChain:
     snapshot: ChainSnapshot
     current: Strategy
     best: Strategy
-
-
-def encode_configuration(configuration: Configuration) -> bytes:
-    """Return a configuration as bytes: number of degrees, degrees, devices, each four bytes, little-endian."""
-    items = (len(configuration.degrees), *configuration.degrees, *configuration.devices)
-    return np.array(items, CODE).tobytes()
-
-
-def decode_configuration(code: bytes) -> Configuration:
-    """Return the configuration that `encode_configuration` wrote."""
-    items = [int(item) for item in np.frombuffer(code, CODE)]
-    return Configuration(tuple(items[1 : 1 + items[0]]), tuple(items[1 + items[0] :]))
 
 
 class Observer(Protocol):

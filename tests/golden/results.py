@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from graph.operators import OperatorGraph
-from graph.strategy import Strategy
+from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from search.algorithms.activation_checkpointing import everything
 from search.algorithms.mcmc import ProposalBatch, SearchOptions, search
@@ -69,6 +69,12 @@ def strategies(graph: OperatorGraph) -> dict[str, Strategy]:
     }
 
 
+def digits(configuration: Configuration) -> str:
+    """Return a configuration as hexadecimal digits: number of degrees, degrees, devices, each little-endian."""
+    items = (len(configuration.degrees), *configuration.degrees, *configuration.devices)
+    return np.array(items, "<u4").tobytes().hex()
+
+
 @dataclass
 class Walked:
     """The proposals of a search, as it made them, and the names and digests of its starts."""
@@ -87,7 +93,7 @@ class Walked:
             batch.chain.tolist(),
             batch.step.tolist(),
             batch.operator.tolist(),
-            [code.hex() for code in batch.configuration],
+            [digits(configuration) for configuration in batch.configurations],
             map(str, batch.origin),
             batch.simulated_ns.tolist(),
             batch.bound_ns.tolist(),

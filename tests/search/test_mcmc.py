@@ -21,7 +21,6 @@ from search.algorithms.mcmc import (
     SearchOptions,
     SearchResult,
     accepts,
-    decode_configuration,
     search,
 )
 from search.cost.cost_table import CostTable, OperatorCost
@@ -151,19 +150,19 @@ def test_replaying_the_accepted_proposals_gives_every_simulated_time() -> None:
     graph = branches()
     record = Record()
     run(graph, 4, SearchOptions(proposals=150, chains=1, seed=2, beta=50), record)
-    codes = [code for batch in record.batches for code in batch.configuration]
+    configurations = [configuration for batch in record.batches for configuration in batch.configurations]
     groups = {group.head: group for group in find_groups(graph)}
     builder = TaskGraphBuilder(
         graph, devices(4, contention=0.3), CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls
     )
     layout = builder.layout(data_parallel(graph, 4))
-    assert len(codes) == 150
+    assert len(configurations) == 150
     assert any(batch.others for batch in record.batches)
     names = ("simulated_ns", "bound_ns", "accepted")
     others = [batch.others.get(place, ()) for batch in record.batches for place in range(len(batch))]
-    columns = (record.column("operator"), codes, others, *(record.column(name) for name in names))
-    for head, code, further, simulated_ns, bound_ns, accepted in zip(*columns, strict=True):
-        changed = follow(groups[head], decode_configuration(code))
+    columns = (record.column("operator"), configurations, others, *(record.column(name) for name in names))
+    for head, configuration, further, simulated_ns, bound_ns, accepted in zip(*columns, strict=True):
+        changed = follow(groups[head], configuration)
         for part in further:
             for other in part.heads:
                 changed |= follow(groups[other], part.configuration)
