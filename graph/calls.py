@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 from graph.canonical import canonical_json
 from graph.operators import FLOATING, Argument, Slot, TensorSpec, argument_from_json, argument_to_json
+
+CostPhase = Literal["forward", "backward", "update"]
+"""Which part of a training step the cost of a call is of."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Recomputation: groups of operators whose activations are dropped in the forward and made again in the backward.
+"""Activation checkpointing (recomputation): groups of operators whose activations are made again in the backward.
 
 A group is a run of operators that follow each other in the graph's order, so that what leaves it never comes back: in
 the backward it is made again as a whole, just before the backward of its last operator. What is made again are the

@@ -1,8 +1,9 @@
-"""Names and values from a file or a command line, as messages show them, whatever their size."""
+"""Names and values as messages show them: from a file or a command line, whatever their size; numbers; ends."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from json import JSONDecodeError
 
@@ -47,3 +48,26 @@ def unreadable(error: Exception) -> str:
         return "a number in it has thousands of digits"
     strerror = getattr(error, "strerror", None)
     return str(strerror).lower() if strerror else " ".join(str(error).split())
+
+
+def ranges(numbers: Sequence[int]) -> list[str]:
+    """Return numbers in their order, each run of consecutive ones as first-last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code, negative for a signal, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    advice = " (perhaps out of memory)" if name == "SIGKILL" else ""
+    return f"was ended by signal {name}{advice}"

@@ -387,7 +387,6 @@ def local_topology(
     latency_s: float,
     contention: float = 0.0,
     *,
-    name: str = "local",
     link_kind: LinkKind = "memory",
     measured: Mapping[Pair, tuple[float, float]] | None = None,
     ports: bool = True,
@@ -403,7 +402,7 @@ def local_topology(
     kinds = [kind] * device_count if isinstance(kind, DeviceKind) else list(kind)
     if len(kinds) != device_count:
         raise TopologyError(
-            f"topology {name}: {len(kinds)} kinds are given for {device_count} devices, must be one for each"
+            f"topology local: {len(kinds)} kinds are given for {device_count} devices, must be one for each"
         )
     named = {kind.name: kind for kind in kinds}
     pairs = [(i, j) for i in range(device_count) for j in range(device_count) if i != j]
@@ -415,7 +414,7 @@ def local_topology(
     if ports:
         links, routes = with_ports(links, routes, [device_kind.processor for device_kind in kinds])
     return Topology(
-        name=name,
+        name="local",
         kinds=tuple(named.values()),
         devices=tuple(Device(index, device_kind.name, 0, index) for index, device_kind in enumerate(kinds)),
         links=tuple(links),

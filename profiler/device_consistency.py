@@ -26,8 +26,8 @@ from profiler.devices import PhysicalDevice
 from profiler.measure import FailedMeasurement, MeasureOptions
 from profiler.workers import WorkerPool
 
-Bound = Literal["arithmetic", "memory"]
-BOUNDS: tuple[Bound, ...] = ("arithmetic", "memory")
+BoundBy = Literal["arithmetic", "memory"]
+BOUNDS: tuple[BoundBy, ...] = ("arithmetic", "memory")
 
 SLOW_SHARE = 0.10
 ROUNDS = 3
@@ -52,15 +52,15 @@ class DeviceConsistency:
     """
 
     device: PhysicalDevice
-    excesses: Mapping[Bound, tuple[float, ...]]
+    excesses: Mapping[BoundBy, tuple[float, ...]]
     failure: str | None = None
 
-    def excess(self, bound: Bound) -> float:
+    def excess(self, bound: BoundBy) -> float:
         """Return the share by which the device takes longer than the median of its kind: the median over the rounds."""
         return statistics.median(self.excesses[bound])
 
     @property
-    def slow_in(self) -> tuple[Bound, ...]:
+    def slow_in(self) -> tuple[BoundBy, ...]:
         """The bounds by which the device is slow."""
         return tuple(bound for bound, excesses in self.excesses.items() if min(excesses) > SLOW_SHARE)
 
@@ -80,7 +80,7 @@ class DeviceConsistency:
         return f"{label}: takes {shares} than the median of its kind ({self.device.kind.name})"
 
 
-def calls_to_compare(processor: Processor) -> dict[Bound, tuple[LocalCall, ...]]:
+def calls_to_compare(processor: Processor) -> dict[BoundBy, tuple[LocalCall, ...]]:
     """Return the calls to compare devices by: matrix products, and the ReLU of a long vector."""
     products = [
         LocalCall(
@@ -100,10 +100,10 @@ def calls_to_compare(processor: Processor) -> dict[Bound, tuple[LocalCall, ...]]
 def compare(pool: WorkerPool, devices: Sequence[PhysicalDevice]) -> tuple[DeviceConsistency, ...]:
     """Return the consistency of devices of one kind, all in the pool, measured by the same calls on each of them."""
     pool.wait_until_ready()
-    rounds: list[dict[PhysicalDevice, dict[Bound, float]]] = []
+    rounds: list[dict[PhysicalDevice, dict[BoundBy, float]]] = []
     failures: dict[PhysicalDevice, str] = {}
     for number in range(ROUNDS):
-        times: dict[PhysicalDevice, dict[Bound, float]] = {}
+        times: dict[PhysicalDevice, dict[BoundBy, float]] = {}
         # There and back, so that a drift of the machine's speed does not fall on the same devices.
         for device in devices if number % 2 == 0 else reversed(devices):
             if device not in failures:
@@ -120,7 +120,7 @@ def compare(pool: WorkerPool, devices: Sequence[PhysicalDevice]) -> tuple[Device
 
 def consistency_of(
     devices: Sequence[PhysicalDevice],
-    rounds: Sequence[Mapping[PhysicalDevice, Mapping[Bound, float]]],
+    rounds: Sequence[Mapping[PhysicalDevice, Mapping[BoundBy, float]]],
     failures: Mapping[PhysicalDevice, str],
 ) -> tuple[DeviceConsistency, ...]:
     """Return the consistency of devices from the seconds of each in each round; `failures`: the reasons by device."""
@@ -147,9 +147,9 @@ def consistency_of(
     )
 
 
-def _measure(pool: WorkerPool, device: PhysicalDevice) -> dict[Bound, float] | str:
+def _measure(pool: WorkerPool, device: PhysicalDevice) -> dict[BoundBy, float] | str:
     """Return the seconds (geometric mean over calls and phases) of each bound on a device, or why one failed."""
-    seconds: dict[Bound, float] = {}
+    seconds: dict[BoundBy, float] = {}
     try:
         for bound, calls in calls_to_compare(device.processor).items():
             outcomes = [

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from graph.errors import UsageError
+from graph.texts import ranges
 from graph.topology import DeviceKind, Processor
 from profiler.kinds import cpu_kind, cuda_kind
 from profiler.pinning import can_pin, keep_freed_memory, limit_threads, pin_to_core, usable_cores
@@ -99,13 +100,7 @@ def parse_device_list(text: str, option: str = "--gpus") -> tuple[int, ...]:
 
 def format_device_list(indexes: Sequence[int]) -> str:
     """Return the text that `parse_device_list` reads as `indexes`, with ranges where they run on."""
-    ranges: list[list[int]] = []
-    for index in indexes:
-        if ranges and index == ranges[-1][1] + 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return ",".join(ranges(indexes))
 
 
 @lru_cache(maxsize=2)

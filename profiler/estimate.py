@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 
 from graph import rules
-from graph.calls import LocalCall
+from graph.calls import CostPhase, LocalCall
 from graph.compiled_calls import COMPILED
 from graph.errors import CostError
 from graph.operators import FLOATING
 from graph.topology import DeviceKind
 from profiler.interpolation import Interpolation
-from profiler.measure import Phase, phases
+from profiler.measure import phases
 from profiler.products import PRODUCTS, matrices
 from profiler.updates import is_update, update_bytes, update_flops
 
@@ -41,7 +41,7 @@ EstimateOrigin = Literal["estimated", "datasheet"]
 ARITHMETIC_EFFICIENCY = 0.6
 MEMORY_EFFICIENCY = 0.8
 
-Family = tuple[object, ...]
+CallFamily = tuple[object, ...]
 # log2 of work and sizes, and the logarithm of measured over roofline time.
 Point = tuple[tuple[float, ...], float]
 
@@ -60,7 +60,7 @@ class Observation:
     """A measured time of one phase of one call, by a statistic of the caller's choice."""
 
     call: LocalCall
-    phase: Phase
+    phase: CostPhase
     time_s: float
 
 
@@ -96,7 +96,7 @@ def roofline_s(
 
 
 @lru_cache(maxsize=65536)
-def work_of(call: LocalCall, phase: Phase) -> PhaseWork:
+def work_of(call: LocalCall, phase: CostPhase) -> PhaseWork:
     """Return the work of one phase of `call`.
 
     A backward reads the operands of the forward and the gradients of its outputs, and writes the gradients of its
@@ -136,16 +136,16 @@ class Estimator:
     """
 
     kind: DeviceKind
-    families: dict[Family, tuple[Point, ...]]
-    ratios: dict[tuple[str, Phase], tuple[float, ...]]
-    _interpolations: dict[Family, Interpolation] = field(default_factory=dict, compare=False, repr=False)
-    _errors: dict[Family, float | None] = field(default_factory=dict, compare=False, repr=False)
+    families: dict[CallFamily, tuple[Point, ...]]
+    ratios: dict[tuple[str, CostPhase], tuple[float, ...]]
+    _interpolations: dict[CallFamily, Interpolation] = field(default_factory=dict, compare=False, repr=False)
+    _errors: dict[CallFamily, float | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def fit(cls, kind: DeviceKind, observations: Iterable[Observation]) -> Self:
         """Return the estimator that rests on `observations`, whatever their order; without any, on the data sheet."""
-        families: dict[Family, list[Point]] = {}
-        ratios: dict[tuple[str, Phase], list[float]] = {}
+        families: dict[CallFamily, list[Point]] = {}
+        ratios: dict[tuple[str, CostPhase], list[float]] = {}
         for entry in observations:
             # A compiled call is none that others may be taken for: of any two the parts are different ones.
             if entry.time_s <= 0 or entry.call.target == COMPILED:
@@ -162,7 +162,7 @@ class Estimator:
             {key: tuple(sorted(values)) for key, values in ratios.items()},
         )
 
-    def estimate(self, call: LocalCall, phase: Phase) -> Estimate:
+    def estimate(self, call: LocalCall, phase: CostPhase) -> Estimate:
         """Return the estimate for one phase of a call.
 
         From the measurements of its family; where there is none, from the median of its operator type, then of
@@ -212,7 +212,7 @@ class Estimator:
         precision = work_of(call, phase).precision
         return roofline_s(PhaseWork(work.flops, work.size_bytes, precision), self.kind) * exp(ratio)
 
-    def error_of(self, family: Family) -> float | None:
+    def error_of(self, family: CallFamily) -> float | None:
         """Return the median relative error of a family's estimates, each measurement left out; None of a single one."""
         if family not in self._errors:
             between = self._between(family)
@@ -220,7 +220,7 @@ class Estimator:
             self._errors[family] = float(np.median(errors)) if len(errors) > 1 else None
         return self._errors[family]
 
-    def _between(self, family: Family) -> Interpolation:
+    def _between(self, family: CallFamily) -> Interpolation:
         interpolation = self._interpolations.get(family)
         if interpolation is None:
             points = self.families[family]
@@ -241,7 +241,7 @@ def may_become(target: str, other: str) -> bool:
     return other_type in (own_type, _WITHOUT_SUMMAND.get(own_type))
 
 
-def family_of(call: LocalCall, phase: Phase) -> Family:
+def family_of(call: LocalCall, phase: CostPhase) -> CallFamily:
     """Return the family of a call: the measurements of one family are interpolated over sizes."""
     if call.target in PRODUCTS:
         return (call.target, phase, call.warm, call.inputs[0].dtype)
@@ -250,7 +250,7 @@ def family_of(call: LocalCall, phase: Phase) -> Family:
     return (call.target, phase, call.warm, len(call.inputs), operands, gradients)
 
 
-def sizes_of(call: LocalCall, phase: Phase) -> tuple[float, ...]:
+def sizes_of(call: LocalCall, phase: CostPhase) -> tuple[float, ...]:
     """Return, in doublings, a call's work, the elements of its operands, and their dims.
 
     Of a matrix product the matrices' sizes, however many leading dims make up the rows; and how many operands and

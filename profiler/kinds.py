@@ -7,7 +7,6 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from graph.errors import CostError
 from graph.topology import DeviceKind
 from profiler.processors import ProcessorFacts, processor_facts
 
@@ -62,21 +61,6 @@ def _kind_from_entry(entry: dict[str, Any], memory_bytes: int | None = None) -> 
 def datasheet_kinds() -> tuple[DeviceKind, ...]:
     """Return the CUDA device kinds whose data sheets are known."""
     return tuple(_kind_from_entry(entry) for entry in _datasheets()["cuda"])
-
-
-def datasheet_kind(name: str) -> DeviceKind:
-    """Return the CUDA device kind called `name`.
-
-    Raises:
-        CostError: there is no such data sheet.
-    """
-    for kind in datasheet_kinds():
-        if kind.name == name:
-            return kind
-    names = ", ".join(kind.name for kind in datasheet_kinds())
-    raise CostError(
-        f"device kind {name}: no data sheet, known are {names}; give its values in a topology file"
-    )
 
 
 def cpu_kind(facts: ProcessorFacts | None = None) -> DeviceKind:

@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 
-from graph.calls import LocalCall
+from graph.calls import CostPhase, LocalCall
 from profiler.call_inputs import CallInputs, ForwardPass, cache_bytes, storage_sizes
 from profiler.clocks import ClockWatch
 from profiler.devices import PhysicalDevice
@@ -32,8 +32,6 @@ from profiler.updates import is_update
 
 if TYPE_CHECKING:
     import torch
-
-Phase = Literal["forward", "backward", "update"]
 
 LONGEST_BATCH = 64
 # However long a call takes: a minimum needs something to be the minimum of.
@@ -88,7 +86,7 @@ class Measurement:
     """
 
     digest: str
-    phase: Phase
+    phase: CostPhase
     minimum_s: float
     p10_s: float
     median_s: float
@@ -106,14 +104,14 @@ class FailedMeasurement:
     """One phase of the call with this digest that could not be measured, and why."""
 
     digest: str
-    phase: Phase
+    phase: CostPhase
     reason: str
 
 
 PhaseOutcome = Measurement | FailedMeasurement
 
 
-def phases(call: LocalCall) -> tuple[Phase, ...]:
+def phases(call: LocalCall) -> tuple[CostPhase, ...]:
     """Return the phases that a call has."""
     if is_update(call):
         return ("update",)
@@ -136,7 +134,7 @@ def interval(samples_s: Sequence[float]) -> float:
     return NOTCH * spread(samples_s) / sqrt(len(samples_s))
 
 
-def summarize(digest: str, phase: Phase, samples_s: Sequence[float], peak_bytes: int) -> Measurement:
+def summarize(digest: str, phase: CostPhase, samples_s: Sequence[float], peak_bytes: int) -> Measurement:
     """Return the measurement that rests on `samples_s` (at least one)."""
     tenth, middle = np.percentile(np.asarray(samples_s), (10, 50))
     return Measurement(

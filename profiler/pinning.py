@@ -163,18 +163,6 @@ def end_with_parent() -> None:
     threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
 
 
-def describe_exit(code: int) -> str:
-    """Return an exit code, negative for a signal, in words."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = str(-code)
-    advice = " (perhaps out of memory)" if name == "SIGKILL" else ""
-    return f"was ended by signal {name}{advice}"
-
-
 # Variables that are set for children now: how many contexts set each, and its value before the first.
 _set_now: dict[str, tuple[int, str | None]] = {}
 _set_now_lock = threading.Lock()

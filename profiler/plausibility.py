@@ -25,12 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from graph.calls import LocalCall
+from graph.calls import CostPhase, LocalCall
 from graph.compiled_calls import COMPILED
 from graph.topology import DeviceKind
-from profiler.estimate import Family, Observation, family_of, roofline_s, sizes_of, work_of
+from profiler.estimate import CallFamily, Observation, family_of, roofline_s, sizes_of, work_of
 from profiler.interpolation import Interpolation
-from profiler.measure import Phase
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -57,7 +56,7 @@ class UnlikelyCost:
     """
 
     call: LocalCall
-    phase: Phase
+    phase: CostPhase
     time_s: float
     expected_s: float
     others: tuple[str, ...]
@@ -73,7 +72,7 @@ class CostFamilies:
 
     def __init__(self, kind: DeviceKind, observations: Iterable[Observation] = ()) -> None:
         self._kind = kind
-        self._families: dict[Family, dict[str, Observation]] = {}
+        self._families: dict[CallFamily, dict[str, Observation]] = {}
         for observation in observations:
             self.put(observation)
 

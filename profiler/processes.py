@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from graph.texts import describe_exit
 from profiler.devices import PhysicalDevice
 from profiler.pinning import (
     child_variables,
-    describe_exit,
     end_with_parent,
     pin_to_core,
     started_with,

@@ -11,7 +11,7 @@ Letters of shapes: C choices of an operator, P parts (padded to the most of any 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from graph.schedule import Schedule
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
-from search.cost.calls_to_profile import LocalCalls
+from search.cost.calls_to_profile import LocalCalls, rule_calls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.kernels.exchange import exchange_by_part, exchange_ns
@@ -56,8 +56,8 @@ class Problem:
     topology: Topology
     costs: CostTable
     training: Training
-    links: LinkCosts
-    local_calls: LocalCalls
+    links: LinkCosts = field(default_factory=LinkCosts)
+    local_calls: LocalCalls = field(default_factory=rule_calls)
     # Makes the call of a first task without the others'; by default it is taken from all of them.
     first_call: FirstCall | None = None
     # What all tasks of an operator do together at least, forward and backward, where that is known.

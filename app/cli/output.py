@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from app.cli.text import printable
 from app.services.progress import Progress
+from graph.texts import ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,13 +173,7 @@ def compiled_line(stretches: Sequence[Sequence[str]]) -> str:
 
 def device_ranges(devices: Sequence[int]) -> str:
     """Return devices in the order of the tasks, runs of consecutive devices as first-last."""
-    runs: list[list[int]] = []
-    for device in devices:
-        if runs and device == runs[-1][1] + 1:
-            runs[-1][1] = device
-        else:
-            runs.append([device, device])
-    shown = [f"{first}-{last}" if first != last else str(first) for first, last in runs]
+    shown = ranges(devices)
     return ", ".join(shown if len(shown) <= 8 else [*shown[:7], f"... ({len(devices)})"])
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
+from graph.calls import CostPhase
 from graph.canonical import digest
-
-Phase = Literal["forward", "backward", "update"]
-"""Which part of a training step an operator cost is of."""
 
 SearchStatus = Literal["running", "finished", "interrupted", "failed"]
 ExecutionStatus = Literal["running", "finished", "interrupted", "failed"]
@@ -105,7 +103,7 @@ class OpCostRecord:
     """
 
     cost_key: CostKeyRecord
-    phase: Phase
+    phase: CostPhase
     minimum_s: float | None
     p10_s: float | None
     median_s: float | None
@@ -378,7 +376,7 @@ class OpCostMedian:
 
     id: int
     digest: str
-    phase: Phase
+    phase: CostPhase
     median_s: float | None
     launch_s: float | None
 

@@ -60,7 +60,7 @@ _NULLABLE: dict[TraceKind, frozenset[str]] = {
 ADDED_COLUMNS: dict[str, tuple[str, ...]] = {"proposals": ("other_operators", "other_configurations")}
 """Columns that chunks of older searches do not have, by kind."""
 
-Family = Literal["strided", "permuted", "copied", "listed"]
+PlacementFamily = Literal["strided", "permuted", "copied", "listed"]
 
 
 class Others(NamedTuple):
@@ -113,7 +113,7 @@ class ConfigurationEntry(NamedTuple):
     """
 
     configuration: int
-    family: Family
+    family: PlacementFamily
     device_count: int
     degrees: Sequence[int]
     start: int | None = None
@@ -213,7 +213,7 @@ def _others(
 def configuration_table(search_id: int, entries: Sequence[EntryRow]) -> pa.Table:
     """Return a table of entries, NULL in the columns of other families."""
     code, family, device_count, degrees, start, stride, seed, base, axes, devices = zip(*entries, strict=True)
-    number = {name: index for index, name in enumerate(get_args(Family))}
+    number = {name: index for index, name in enumerate(get_args(PlacementFamily))}
     which = np.fromiter(map(number.__getitem__, family), np.int8, len(family))
     of = {name: which == index for name, index in number.items()}
 

@@ -20,7 +20,6 @@ from app.db.records import (
     LinkFitRecord,
     OpCostMedian,
     OpCostRecord,
-    Phase,
 )
 from app.db.references import Referred
 from app.db.sql import (
@@ -33,6 +32,7 @@ from app.db.sql import (
     row_of,
     upsert_newer,
 )
+from graph.calls import CostPhase
 
 _OP_COST_KEY = ("signature_id", "device_kind_id", "environment_id", "phase")
 _LINK_FIT_KEY = ("device_kind_id", "environment_id", "pattern", "group_size")
@@ -94,7 +94,7 @@ class CostStore(StorePart):
         device_kind_id: int,
         environments: int | Collection[int] | None,
         digests: Iterable[str] | None = None,
-    ) -> dict[tuple[str, Phase], OpCostRecord]:
+    ) -> dict[tuple[str, CostPhase], OpCostRecord]:
         """Return the stored costs of cost keys, by (cost key's digest, phase); missing ones are left out.
 
         Failed measurements are returned too. Of several `environments` the newest cost is returned; None: of all of
@@ -102,7 +102,7 @@ class CostStore(StorePart):
         """
         costs, cost_keys = models.op_costs, models.op_signatures
         query = sa.select(costs, *(column.label(f"op_signature_{column.name}") for column in cost_keys.c))
-        cost_of: dict[tuple[str, Phase], OpCostRecord] = {}
+        cost_of: dict[tuple[str, CostPhase], OpCostRecord] = {}
         with self.read() as connection:
             for selected in _of_cost_keys(query, device_kind_id, environments, digests):
                 for row in connection.execute(selected).mappings():
@@ -120,7 +120,7 @@ class CostStore(StorePart):
         device_kind_id: int,
         environments: int | Collection[int] | None,
         digests: Iterable[str] | None = None,
-    ) -> dict[tuple[str, Phase], float | None]:
+    ) -> dict[tuple[str, CostPhase], float | None]:
         """Return the median of the samples of each cost that `op_costs` returns, None where the measurement failed."""
         medians = self._op_cost_medians(device_kind_id, environments, digests)
         return {(cost.digest, cost.phase): cost.median_s for cost in medians}
@@ -130,7 +130,7 @@ class CostStore(StorePart):
         device_kind_id: int,
         environments: int | Collection[int] | None,
         digests: Iterable[str] | None = None,
-    ) -> dict[tuple[str, Phase], float]:
+    ) -> dict[tuple[str, CostPhase], float]:
         """Return the seconds in which the host issues each call that `op_costs` returns, where they were measured."""
         medians = self._op_cost_medians(device_kind_id, environments, digests)
         return {(cost.digest, cost.phase): cost.launch_s for cost in medians if cost.launch_s is not None}

@@ -50,10 +50,6 @@ class NounStore(StorePart):
         """Return the topology with that id, or None."""
         return self._first(TopologyRecord, id=topology_id)
 
-    def topology_by_digest(self, digest: str) -> TopologyRecord | None:
-        """Return the topology with that digest, or None."""
-        return self._first(TopologyRecord, digest=digest)
-
     def topologies(self) -> list[TopologyRecord]:
         """Return all topologies, newest first."""
         return self._all(TopologyRecord, "id")[::-1]
@@ -65,10 +61,6 @@ class NounStore(StorePart):
     def training(self, training_id: int) -> TrainingRecord | None:
         """Return the training with that id, or None."""
         return self._first(TrainingRecord, id=training_id)
-
-    def training_by_digest(self, digest: str) -> TrainingRecord | None:
-        """Return the training with that digest, or None."""
-        return self._first(TrainingRecord, digest=digest)
 
     def put_strategy(self, strategy: StrategyRecord) -> int:
         """Store a strategy under its digest, once; return its id. One found again keeps its first source."""

@@ -23,7 +23,7 @@ from app.db import models, records
 from graph.canonical import canonical_json, digest
 
 Row = Mapping[str, Any]
-Reader = Callable[[Any], Any]
+ReadField = Callable[[Any], Any]
 
 EXCERPTS: dict[type, sa.Table] = {records.OpCostMedian: models.op_costs}
 """The table of whose rows a record holds some columns."""
@@ -72,12 +72,12 @@ def values_of(kind: type, row: Row) -> dict[str, Any]:
 
 
 @cache
-def _readers(kind: type) -> tuple[tuple[str, Reader], ...]:
+def _readers(kind: type) -> tuple[tuple[str, ReadField], ...]:
     hints = get_type_hints(kind)
     return tuple((field.name, _reader(hints[field.name])) for field in fields(kind))
 
 
-def _reader(hint: Any) -> Reader:
+def _reader(hint: Any) -> ReadField:
     """Return the function that reads a value of a field's type."""
     if isinstance(hint, UnionType):
         (inner,) = (_reader(argument) for argument in get_args(hint) if argument is not NoneType)
@@ -93,7 +93,7 @@ def _reader(hint: Any) -> Reader:
     return _PLAIN.get(hint, lambda value: _must(value, isinstance(value, hint), f"is no {hint.__name__}"))
 
 
-_PLAIN: dict[type, Reader] = {
+_PLAIN: dict[type, ReadField] = {
     int: lambda value: _must(value, type(value) is int, "is no whole number"),
     float: lambda value: _must(value, _is_real(value), "is no number"),
     str: lambda value: _must(value, isinstance(value, str), "is no text"),

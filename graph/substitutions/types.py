@@ -20,7 +20,7 @@ class IllTypedTerm(GraphError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Summand:
     """A summand of an extent: `kind` is atom, share, multiple or product."""
 
     kind: str
@@ -41,7 +41,7 @@ _SIGNS = {"share": "/", "multiple": "*"}
 class Extent:
     """The number of elements along one dim, as a sum of pieces in their order."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Summand, ...]
 
     def __str__(self) -> str:
         return "+".join(map(str, self.pieces))
@@ -51,7 +51,7 @@ class Extent:
         return sum(_piece_size(piece, sizes) for piece in self.pieces)
 
 
-def _piece_size(piece: Piece, sizes: Mapping[str, int]) -> int:
+def _piece_size(piece: Summand, sizes: Mapping[str, int]) -> int:
     if piece.kind == "atom":
         return sizes[piece.name]
     inner = [extent.size(sizes) for extent in piece.of]
@@ -66,7 +66,7 @@ def _piece_size(piece: Piece, sizes: Mapping[str, int]) -> int:
 
 def atom(name: str) -> Extent:
     """Return the extent of one symbol."""
-    return Extent((Piece("atom", name),))
+    return Extent((Summand("atom", name),))
 
 
 def total(first: Extent, second: Extent) -> Extent:
@@ -82,7 +82,7 @@ def share(extent: Extent, degree: str) -> Extent:
     if len(extent.pieces) == 1 and only.kind == "product":
         return product(share(only.of[0], degree), only.of[1])
     _once(extent, "share", degree)
-    return Extent((Piece("share", degree, (extent,)),))
+    return Extent((Summand("share", degree, (extent,)),))
 
 
 def _once(extent: Extent, kind: str, degree: str) -> None:
@@ -102,12 +102,12 @@ def multiple(extent: Extent, degree: str) -> Extent:
     if len(extent.pieces) == 1 and only.kind == "product":
         return product(multiple(only.of[0], degree), only.of[1])
     _once(extent, "multiple", degree)
-    return Extent((Piece("multiple", degree, (extent,)),))
+    return Extent((Summand("multiple", degree, (extent,)),))
 
 
 def product(first: Extent, second: Extent) -> Extent:
     """Return the extent of two dims that became one, row by row: what adds up in the first, adds up in all."""
-    return Extent(tuple(Piece("product", "", (Extent((piece,)), second)) for piece in first.pieces))
+    return Extent(tuple(Summand("product", "", (Extent((piece,)), second)) for piece in first.pieces))
 
 
 def factors(extent: Extent) -> tuple[Extent, Extent]:
@@ -123,7 +123,7 @@ def factors(extent: Extent) -> tuple[Extent, Extent]:
 
 def parse_extent(text: str) -> Extent:
     """Return the extent of a variable that is written as a sum of atoms and of products of two atoms."""
-    pieces: list[Piece] = []
+    pieces: list[Summand] = []
     for part in text.split("+"):
         names = part.split(".")
         if len(names) > 2 or not all(re.fullmatch(r"[a-z]\w*", name) for name in names):

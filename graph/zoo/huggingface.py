@@ -159,7 +159,7 @@ def llama(
     return _following(module, vocabulary, batch_size, sequence)
 
 
-def mixtral(
+def mixtral(  # noqa: PLR0913 - the network's sizes, which `--model` takes by name
     batch_size: int,
     *,
     sequence: int = 4096,
@@ -197,7 +197,7 @@ def mixtral(
     return _following(module, vocabulary, batch_size, sequence)
 
 
-def t5(
+def t5(  # noqa: PLR0913 - the network's sizes, which `--model` takes by name
     batch_size: int,
     *,
     sequence: int = 512,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from profiler.operators.compiling import ExecutionContext
 
 
-def attention(
+def attention(  # noqa: PLR0913 - ATen's arguments, and what a part of it needs
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -18,7 +18,7 @@ def gather(
     return self.gather(dim, torch.where(inside, local, 0)) * inside
 
 
-def scatter(
+def scatter(  # noqa: PLR0913 - ATen's arguments, and what a part of it needs
     self: torch.Tensor | None,
     *,
     dim: int,

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 
-def conv_transpose(
+def conv_transpose(  # noqa: PLR0913 - ATen's arguments, and its function
     function: Callable[..., torch.Tensor],
     input: torch.Tensor,  # noqa: A002 - ATen's name
     weight: torch.Tensor,

@@ -41,7 +41,7 @@ class Style:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ModuleCall:
     """How a module is called: its input as it arrives and as it is read, its output as made and as handed on."""
 
     arrives: Placement
@@ -68,7 +68,7 @@ class TensorDim:
         Raises:
             Inexpressible: no styles express the layout.
         """
-        calls: dict[str, _Call] = {}
+        calls: dict[str, _ModuleCall] = {}
         for name in self._graph.inputs:
             self._given[name] = self._input_placement(name)
         for index, operator in enumerate(self._graph.operators):
@@ -116,7 +116,7 @@ class TensorDim:
         wanted = {placement for _, placement in self._readings(name)}
         return wanted.pop() if len(wanted) == 1 else REPLICATE
 
-    def _call(self, index: int, operator: Operator) -> _Call:
+    def _call(self, index: int, operator: Operator) -> _ModuleCall:
         argument = operator.argument(MODULES[operator.target][1])
         value = operator.inputs[argument.index]
         arrives = self._arriving(value)
@@ -124,7 +124,7 @@ class TensorDim:
         gives = self._handed_on(operator.outputs[0], makes)
         self._given[operator.outputs[0]] = gives
         specs = self._graph.value_by_name
-        return _Call(
+        return _ModuleCall(
             arrives,
             self._layout.inputs[index][argument.index][self._dim],
             makes,
@@ -234,7 +234,7 @@ class TensorDim:
         whole_integers = self._graph.value_by_name[name].spec.dtype not in FLOATING
         return None if whole_integers and self._given[name] == REPLICATE else self._given[name]
 
-    def _style(self, path: str, call: _Call) -> Style | None:
+    def _style(self, path: str, call: _ModuleCall) -> Style | None:
         kind = self._modules.kind(path)
         weight = self._weight_placement(path)
         if weight != REPLICATE:

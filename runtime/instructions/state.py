@@ -19,7 +19,7 @@ from runtime.instructions.selections import Selection
 
 
 @dataclass(slots=True)
-class _Entry:
+class _SlotGradient:
     """The gradient of a slot so far, whether it is the store's own tensor, and the tensor that it is to stand in."""
 
     gradient: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class GradientStore:
     ) -> None:
         """Prepare for as many slots as there are `shapes`; the `common` ones are also those of another store."""
         self._shapes = tuple(shapes)
-        self._entries = [_Entry() for _ in self._shapes]
+        self._entries = [_SlotGradient() for _ in self._shapes]
         if of is not None:
             for slot in common:
                 self._entries[slot] = of._entries[slot]

@@ -15,7 +15,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import Verification
-from runtime.observe.spans import Communications, Recorded
+from runtime.observe.spans import Communications, RecordedSteps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,7 +112,7 @@ class JobResult:
     gradients: Arrays | None = None
     weights: Arrays | None = None
     buffers: Arrays | None = None
-    recorded: Recorded = ()
+    recorded: RecordedSteps = ()
     communications: Communications = ()
     lost_s: tuple[tuple[float, ...], ...] | None = None
 

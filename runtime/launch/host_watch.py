@@ -40,13 +40,13 @@ _KEY = "watch"
 _TOKEN_LETTERS, _RANK_DIGITS = 32, 8
 
 # Gets the rank whose host does not answer, and the reason in words; from the thread of the watch, once.
-Report = Callable[[int, str], None]
+ReportSilence = Callable[[int, str], None]
 
 
 class HostWatch:
     """The connections of one rank: of rank 0 with all others, of each other one with rank 0."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportSilence) -> None:
         """Use `watch_hosts`."""
         self.leader_ended = False
         self._report = report
@@ -147,7 +147,7 @@ class HostWatch:
 
 
 def watch_hosts(
-    store: Store, rank: int, size: int, timeout_s: float, master: tuple[str, int], report: Report
+    store: Store, rank: int, size: int, timeout_s: float, master: tuple[str, int], report: ReportSilence
 ) -> HostWatch:
     """Begin the watch of this rank and return it; all ranks must call it.
 
@@ -155,7 +155,7 @@ def watch_hosts(
         store: which all ranks share; here they learn where rank 0 listens.
         timeout_s: how long the others wait for rank 0.
         master: address and port of the store.
-        report: see `Report`; it may keep the thread that calls it.
+        report: see `ReportSilence`; it may keep the thread that calls it.
 
     Raises:
         RuntimeFailure: rank 0 cannot be reached.

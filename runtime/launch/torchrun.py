@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graph.errors import RuntimeFailure
+from graph.texts import describe_exit
 from profiler.pinning import (
     child_variables,
-    describe_exit,
     end_with_parent,
     started_with,
     uninterrupted_children,

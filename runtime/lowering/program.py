@@ -13,7 +13,7 @@ micro-batches (`runtime.lowering.stage_runs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -27,9 +27,7 @@ from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Plan
 from graph.rules import local_calls
 from graph.schedule import Phase
-from graph.strategy import Sharding
 from graph.stretches import check_compiled
-from graph.synchronization import slice_bounds
 from profiler.operators import ExecutionContext, compile_call
 from runtime.instructions.base import Instruction, Slots
 from runtime.instructions.compute import (
@@ -42,35 +40,17 @@ from runtime.instructions.compute import (
     Seed,
     Unrecorded,
 )
-from runtime.instructions.gradient_synchronization import (
-    FillBucket,
-    FinishAllReduce,
-    FlatBucket,
-    StartAllReduce,
-    UpdateFirst,
-    flat_buckets,
-)
+from runtime.instructions.gradient_synchronization import UpdateFirst
 from runtime.instructions.messages import ReceiveGradients
 from runtime.instructions.region_assembly import Recipe
 from runtime.instructions.selections import Selection
-from runtime.instructions.sharded_weights import (
-    AwaitGathers,
-    BeginGathers,
-    CopyBack,
-    FinishAllGather,
-    FinishReduceScatter,
-    ShardGroup,
-    StartAllGather,
-    StartReduceScatter,
-    WeightPart,
-    is_copied,
-    parts_of,
-)
+from runtime.instructions.sharded_weights import AwaitGathers, WeightPart, parts_of
 from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
 from runtime.lowering.differentiation import differentiation
 from runtime.lowering.loss_count import counted_loss, over_all
 from runtime.lowering.segments import Node, Segments, cuts
 from runtime.lowering.stage_runs import ActorRuns, StageRuns
+from runtime.lowering.synchronization import SynchronizationLowering
 from runtime.lowering.tensor_slots import LocalAssembly, RegionRead, TensorSlots
 from runtime.lowering.transfers import TransferLowering, ValueTransfer
 from runtime.lowering.weight_prefetch import WeightPrefetch
@@ -136,8 +116,6 @@ class _Lowering:
         self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str], *, in_succession: bool
     ) -> None:
         self.plan = plan
-        self.updates_late = in_succession and plan.updates_late
-        self.gathers_late = in_succession and plan.gathers_late
         self.kept = kept
         self.graph = plan.graph
         self.rank = rank
@@ -146,17 +124,14 @@ class _Lowering:
         self.segments = Segments(cuts(plan, self.slots))
         self.transfers = TransferLowering(plan, self.slots, self.segments, device)
         self._runs = StageRuns(plan, rank, acts=device.type == "cpu")
-        self.parts = parts_of(plan, rank)
-        self.held = {name: plan.held[name][rank] for name in self.slots.held}
         self.counted = counted_loss(plan.graph) if plan.strategy.micro_batches.count > 1 else None
-        self.prefetch = WeightPrefetch(plan, self.slots, self.parts, device)
+        self.prefetch = WeightPrefetch(plan, self.slots, parts_of(plan, rank), device)
+        self.synchronization = SynchronizationLowering(
+            plan, self.slots, self.prefetch, device, in_succession=in_succession
+        )
         self._group_of = group_numbers(plan.graph, plan.strategy.recomputation)
         # For each leaf, the groups of the operators that read it; -1 stands for those of no group.
         self._leaf_readers: dict[int, set[int]] = {}
-        self._last_scattered: ShardGroup | None = None
-        # By number of the bucket.
-        self._updated_groups: dict[int, list[ShardGroup]] = {}
-        self._flats: dict[int, list[FlatBucket]] = {}
 
     def compile(self) -> Program:
         nodes = self._with_stretches(self._nodes())
@@ -168,13 +143,8 @@ class _Lowering:
                 if made != read:
                     self._leaf_readers.setdefault(read, set()).add(self._group_of[node.operator])
         self._expect_messages()
-        self._make_flat_buckets()
-        for number in self.plan.gather_order:
-            bucket = self.plan.buckets[number]
-            if self.rank in bucket.devices:
-                self._updated_groups[number] = self.prefetch.groups(bucket.devices, bucket.entries)
-        late_updates = self._late_updates() if self.updates_late else {}
-        late_gathers = self._late_gathers() if self.gathers_late else {}
+        late_updates = self.synchronization.late_updates()
+        late_gathers = self.synchronization.late_gathers()
         # Operators that only renew buffers come last: no rank waits for their messages (statistics of all devices).
         self._forward(self.graph.order.of_loss, nodes, inputs, {**late_updates, **late_gathers})
         self._loss()
@@ -184,25 +154,25 @@ class _Lowering:
         self._renew_buffers()
         self._runs.add_releases(self._never_released())
         held = self.slots.held
-        after_update = self._after_update()
+        after_update = self.synchronization.after_update()
         instructions, actors = self._runs.of_step(finished)
         return Program(
             shapes=tuple(self.slots.shapes),
             reads=tuple(self.slots.reads.values()),
-            held={name: (slot, self.plan.held[name][self.rank]) for name, slot in held.items()},
+            held={name: (slot, self.synchronization.held[name]) for name, slot in held.items()},
             empty=tuple(
                 (local.slot, shape(local.assembly.region), self.transfers.dtype(local.value))
                 for local in self.slots.empty
             ),
             updated=tuple(name for name in held if self._has_gradient(name)),
             instructions=instructions,
-            parts=self.parts,
+            parts=self.synchronization.parts,
             sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
             late_updates=tuple(late_updates.values()),
             late_gathers=tuple(late_gathers.values()),
             kept={name: tuple(self.slots.made(name)) for name in sorted(self.kept)},
-            gradient_homes=self._gradient_homes(),
+            gradient_homes=self.synchronization.gradient_homes(),
             actors=actors,
         )
 
@@ -409,68 +379,11 @@ class _Lowering:
                 self._differentiate(first[index])
             self.instructions.extend(self.transfers.issue_gradients(index))
             self.instructions.extend(self.prefetch.after_backward(index, self.segments))
-            for number in self.plan.buckets_after.get(index, ()):
-                bucket = self.plan.buckets[number]
-                weights = self._runs.of_weights(index)
-                if bucket.sharding is not Sharding.NONE and self.rank in bucket.devices:
-                    self._reduce_scatter(number, weights, finishing)
-                weights.extend(FillBucket(flat) for flat in self._flats.get(number, ()))
-                for started, part in self.plan.sums_after[number]:
-                    weights.extend(self._sums(started, part))
-                if not self.updates_late:
-                    finishing.extend(FinishAllReduce(flat) for flat in self._flats.get(number, ()))
+            if self.plan.buckets_after.get(index):
+                started, waits = self.synchronization.after_backward(index)
+                self._runs.of_weights(index).extend(started)
+                finishing.extend(waits)
         return finishing
-
-    def _make_flat_buckets(self) -> None:
-        first = 0
-        for number, bucket in enumerate(self.plan.buckets):
-            if self.rank in bucket.devices and bucket.sharding is Sharding.NONE:
-                made = flat_buckets(self.graph, bucket, self.slots.held, self.held, self.device, first)
-                self._flats[number] = made
-                first += len(made)
-
-    def _gradient_homes(self) -> dict[int, torch.Tensor]:
-        if self.plan.strategy.micro_batches.count == 1:
-            return {}
-        pieces = [piece for flats in self._flats.values() for flat in flats for piece in flat.slices]
-        return {piece.slot: piece.view for piece in pieces if piece.part.whole}
-
-    def _sums(self, number: int, part: int) -> Iterator[StartAllReduce]:
-        """Yield the all-reduces of one slice of a bucket: one for each dtype."""
-        for flat in self._flats.get(number, ()):
-            first, last = slice_bounds(flat.flat.numel(), self.plan.slice_counts[number])[part]
-            yield StartAllReduce(flat, first, last)
-
-    def _late_updates(self) -> dict[int, UpdateFirst]:
-        """Return, for each operator, the update of the rank's weights that it is the first to read."""
-        flats_of: dict[int, list[FlatBucket]] = {}
-        for flat in (flat for flats in self._flats.values() for flat in flats):
-            for slot in dict.fromkeys(piece.slot for piece in flat.slices):
-                flats_of.setdefault(slot, []).append(flat)
-        result = {}
-        for index, names in self.plan.updated_before.items():
-            own = tuple(name for name in names if name in self.slots.held)
-            flats = dict.fromkeys(flat for name in own for flat in flats_of.get(self.slots.held[name], ()))
-            if own:
-                result[index] = UpdateFirst(own, tuple(FinishAllReduce(flat) for flat in flats))
-        return result
-
-    def _late_gathers(self) -> dict[int, AwaitGathers]:
-        """Return, for each operator, the wait for the rank's weights that are gathered before it."""
-        result = {}
-        for index, awaited in self.plan.gathers_awaited.items():
-            gathers, names = [], {}
-            for number in awaited:
-                following = self.plan.gather_after(number)
-                own = tuple(self._updated_groups.get(number, ()))
-                started = () if following is None else tuple(self._updated_groups.get(following, ()))
-                if own or started:
-                    gathers.append((own, started))
-                if own:
-                    names.update(dict.fromkeys(entry.weight for entry in self.plan.buckets[number].entries))
-            if gathers:
-                result[index] = AwaitGathers(tuple(gathers), tuple(names))
-        return result
 
     def _recompute(self, nodes: list[tuple[Node, Make]], inputs: dict[Node, tuple[int, ...]]) -> None:
         """Append the nodes of an operator once more, recorded by autograd."""
@@ -481,38 +394,6 @@ class _Lowering:
             pairs = self._leaves_of(node, recomputed=True)
             if pairs:
                 self.instructions.append(Recompute(Detach(pairs), tuple(leaf for _, leaf in pairs)))
-
-    def _reduce_scatter(
-        self, number: int, instructions: list[Instruction], finishing: list[Instruction]
-    ) -> None:
-        """Append the reduce-scatters of a bucket, and to `finishing` the waits for them."""
-        bucket = self.plan.buckets[number]
-        groups = self._updated_groups.get(number) or self.prefetch.groups(bucket.devices, bucket.entries)
-        for group in groups:
-            instructions.append(StartReduceScatter(group, self._last_scattered))
-            self._last_scattered = group
-            finishing.append(FinishReduceScatter(group))
-
-    def _after_update(self) -> tuple[Instruction, ...]:
-        """Return the copies of own parts into their weights, and the all-gathers of shares, the next one under way."""
-        result: list[Instruction] = []
-        for name, own in self.parts.items():
-            if self.plan.sharding[name] is Sharding.OPTIMIZER:
-                for part in own:
-                    selection = Selection(part.region, self.held[name], self.device)
-                    if part.alone and is_copied(own, selection):
-                        result.append(CopyBack(self.slots.held[name], selection, part.number))
-        groups = [group for of in self._updated_groups.values() for group in of]
-        if self.gathers_late:
-            first = [g for number in self.plan.first_gathers for g in self._updated_groups.get(number, ())]
-            return (*result, BeginGathers(tuple(groups), tuple(first))) if groups else tuple(result)
-        starts = [StartAllGather(group) for group in groups]
-        ends = [FinishAllGather(group) for group in groups]
-        result.extend(starts[:1])
-        for number, end in enumerate(ends):
-            result.extend(starts[number + 1 : number + 2])
-            result.append(end)
-        return tuple(result)
 
     def _differentiate(self, number: int) -> None:
         segment = self.segments.by_number[number]

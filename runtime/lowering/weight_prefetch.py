@@ -35,7 +35,10 @@ from runtime.lowering.tensor_slots import TensorSlots
 
 
 class WeightPrefetch:
-    """The all-gathers of one rank. `weights`: its sharded weights by name, with their slots."""
+    """The all-gathers of one rank.
+
+    weights: its sharded weights by name, with their slots. parts: of each weight, those that the rank updates.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class WeightPrefetch:
         """
         self._plan = plan
         self._slots = slots
-        self._parts = parts
+        self.parts = parts
         self._device = device
         self._held = {name: plan.held[name][slots.rank] for name in slots.held}
         self._number = 0
@@ -98,7 +101,7 @@ class WeightPrefetch:
             self._slots.held[entry.weight],
             offset,
             selections,
-            next((part.number for part in self._parts[entry.weight] if part.region == regions[holder]), None),
+            next((part.number for part in self.parts[entry.weight] if part.region == regions[holder]), None),
             entry.cell.region == within,
             _even_dim(selections, within) if entry.cell.region == within else -1,
         )
@@ -150,7 +153,7 @@ class WeightPrefetch:
         alone = tuple(
             (self.weights[name], Selection(part.region, self._held[name], self._device), part.number)
             for name in names
-            for part in self._parts[name]
+            for part in self.parts[name]
             if part.alone
         )
         copies = []

@@ -65,5 +65,5 @@ class RecordedStep:
 
 
 # By recorded step and rank.
-Recorded = tuple[tuple[tuple[Span, ...], ...], ...]
+RecordedSteps = tuple[tuple[tuple[Span, ...], ...], ...]
 Communications = tuple[tuple[tuple[TimedCommunication, ...], ...], ...]

@@ -226,7 +226,7 @@ class Splitter:
 
 
 @dataclass
-class Pipeline:
+class RankPipeline:
     """What a rank needs for a step: its schedule and stages, how inputs are cut, and how losses are weighed.
 
     shared: for each group of ranks that read the same parameters in several stages, these parameters.
@@ -313,7 +313,7 @@ SCHEDULES: dict[str, Any] = {
 
 def pipeline_of(
     splitter: Splitter, mesh: DeviceMesh, schedule: str, micro_batches: int, dims: dict[int, int]
-) -> Pipeline:
+) -> RankPipeline:
     """Return this rank's part of a pipeline: stages are on the ranks in turn."""
     group = mesh.get_group("pipeline")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -355,4 +355,4 @@ def pipeline_of(
         if rank in of_ranks:
             shared.append((made, [splitter.module.get_parameter(name) for name in sorted(names)]))
     last_rank = dist.get_global_rank(group, (splitter.count - 1) % ranks)
-    return Pipeline(chosen, parts, micro_batches, dims, shared, group, last_rank)
+    return RankPipeline(chosen, parts, micro_batches, dims, shared, group, last_rank)

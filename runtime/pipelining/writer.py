@@ -28,7 +28,7 @@ EVALUATION = """    module.eval()  # dropout would draw other numbers
 
 USE = '''
 
-def parallelize(module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
+def parallelize(module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankPipeline:
     """Return this rank's stages of `module`, which must hold the same weights on every rank, on the mesh's device.
 
     args, kwargs: a batch, which fixes all sizes. Stages read the module's own parameters, under the module's names.

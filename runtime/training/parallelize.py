@@ -73,7 +73,7 @@ def load_strategy(path: str | Path) -> StrategyFile:
     return StrategyFile(str(path), document)
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913 - users' options, each by its name
     module: nn.Module,
     strategy: Strategy | StrategyFile | str | Path,
     args: Sequence[Any] = (),

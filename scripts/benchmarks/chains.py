@@ -134,6 +134,7 @@ def searched(
     from scripts.benchmarks.simulator import Datasheet, topology_of
     from search.algorithms.mcmc import SearchOptions, search
     from search.cost.cost_table import CostTable
+    from search.problem import Problem
 
     topology = topology_of(devices)
     options = SearchOptions(proposals=proposals, chains=CHAINS, time_limit_s=time_limit_s)
@@ -142,10 +143,9 @@ def searched(
         began = time.perf_counter()
         with trace_recorder(store, search_id, model, devices) as recorder:
             outcome = search(
-                model.graph,
-                topology,
-                CostTable(Datasheet(topology.kinds)),
-                Training(model.batch_size),
+                Problem(
+                    model.graph, topology, CostTable(Datasheet(topology.kinds)), Training(model.batch_size)
+                ),
                 options,
                 observer=recorder,
                 workers=workers,

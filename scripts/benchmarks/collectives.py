@@ -51,7 +51,7 @@ resnet50, vgg16, transformer = (partial(_network, name) for name in SIZES)
 
 
 @dataclass(frozen=True, slots=True)
-class WireRun:
+class ComparedRun:
     """Seconds of a network's step over a wire, as predicted and as measured, in one of the ways that are compared."""
 
     network: str
@@ -74,7 +74,7 @@ def run(*, quick: bool) -> BenchmarkResult:
 
 def on_wires(
     ways: Sequence[str], arguments: Callable[[str, str], Sequence[str]], *, quick: bool
-) -> list[WireRun]:
+) -> list[ComparedRun]:
     """Run all networks over all wires in several ways; in quick mode one network, at one bandwidth.
 
     arguments: of `app run`, for a network and one of the ways.
@@ -98,7 +98,7 @@ def on_wires(
                         "--iterations", str(ITERATIONS), *arguments(network, way),
                     )  # fmt: skip
                     times = ran["predicted_step_time_s"], ran["median_s"]
-                    runs.append(WireRun(network, bandwidth, way, *times))
+                    runs.append(ComparedRun(network, bandwidth, way, *times))
     return runs
 
 
@@ -121,7 +121,9 @@ def _written(folder: Path, network: str, algorithm: str) -> str:
     return str(file)
 
 
-def gains(benchmark: str, what: str, base_of: Callable[[str], str], runs: list[WireRun]) -> BenchmarkResult:
+def gains(
+    benchmark: str, what: str, base_of: Callable[[str], str], runs: list[ComparedRun]
+) -> BenchmarkResult:
     """Return the gains of some runs beside their targets, and a row for each run.
 
     what: the name of the ways' column. base_of: the way that each is compared with, itself of such a one.

@@ -115,10 +115,11 @@ def _found(
     from search.algorithms.mcmc import SearchOptions, search
     from search.algorithms.moves import shares_for
     from search.cost.cost_table import CostTable
+    from search.problem import Problem
 
     options = SearchOptions(proposals=proposals, shares=shares_for(len(topology.devices)))
     return search(
-        graph, topology, CostTable(source), Training(batch_size, PRECISION), options, workers=2
+        Problem(graph, topology, CostTable(source), Training(batch_size, PRECISION)), options, workers=2
     ).strategy
 
 

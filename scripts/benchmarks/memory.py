@@ -90,6 +90,7 @@ def strategies(
     from scripts.benchmarks.simulator import Datasheet
     from search.algorithms.mcmc import SearchOptions, search
     from search.cost.cost_table import CostTable
+    from search.problem import Problem
     from search.space.baselines import data_parallel, expert, megatron
 
     yield "data parallel", data_parallel(graph, DEVICES)
@@ -98,10 +99,7 @@ def strategies(
     else:
         yield "expert", expert(graph, DEVICES)
     outcome = search(
-        graph,
-        topology,
-        CostTable(Datasheet(topology.kinds)),
-        training,
+        Problem(graph, topology, CostTable(Datasheet(topology.kinds)), training),
         SearchOptions(proposals=PROPOSALS, chains=2, seed=0),
     )
     yield "found", outcome.strategy

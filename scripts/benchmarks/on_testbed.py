@@ -15,7 +15,7 @@ from graph.errors import RuntimeFailure
 
 TESTBED = "bench"
 
-Command = Callable[..., dict[str, Any]]
+RunCommand = Callable[..., dict[str, Any]]
 """Takes arguments, and by `before` what stands before them on the command line; returns a JSON document."""
 
 
@@ -27,7 +27,7 @@ def hosts(bandwidth: str, *, devices: int) -> Iterator[Callable[..., dict[str, A
         RuntimeFailure: they cannot be made, or a command failed.
     """
 
-    def on_hosts(command: Command, *arguments: str) -> dict[str, Any]:
+    def on_hosts(command: RunCommand, *arguments: str) -> dict[str, Any]:
         return command(*arguments, before=_testbed_command("run", "--"))
 
     said(_testbed_command("up", "--hosts", "2", "--devices", str(devices), "--bandwidth", bandwidth))

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from scripts.benchmarks.result import BenchmarkResult, Row, measurement
-from scripts.benchmarks.simulator import Datasheet
+from scripts.benchmarks.simulator import datasheet_problem
 from scripts.benchmarks.zoo import zoo_graph
 
 if TYPE_CHECKING:
@@ -51,30 +51,12 @@ def run(*, quick: bool) -> BenchmarkResult:
 
 
 def _problem(name: str, preset: str, batch_size: int, micro_batches: int) -> Problem:
-    from dataclasses import replace
-
     from graph.topology import load_topology
     from graph.training import Training
-    from search.algorithms.best_tracker import builder_of
-    from search.cost.calls_to_profile import rule_calls
-    from search.cost.cost_table import CostTable
-    from search.cost.link_costs import LinkCosts
-    from search.problem import Problem
 
-    graph, topology = (
-        zoo_graph(name, preset, batch_size // micro_batches),
-        load_topology("p100-cluster", NODES),
-    )
-    problem = Problem(
-        graph,
-        topology,
-        CostTable(Datasheet(topology.kinds)),
-        Training(batch_size, optimizer="adam"),
-        LinkCosts(),
-        rule_calls(),
-        micro_batches=micro_batches,
-    )
-    return replace(problem, builder=builder_of(problem))
+    graph = zoo_graph(name, preset, batch_size // micro_batches)
+    topology, training = load_topology("p100-cluster", NODES), Training(batch_size, optimizer="adam")
+    return datasheet_problem(graph, topology, training, micro_batches)
 
 
 def _row(name: str, preset: str, batch_size: int, micro_batches: int) -> tuple[Row, float, float]:

@@ -20,7 +20,7 @@ from graph.errors import SoapstoneError
 from graph.schedule import Schedule
 from scripts.benchmarks.pipelines import chosen_text
 from scripts.benchmarks.result import BenchmarkResult, Row, measurement
-from scripts.benchmarks.simulator import Datasheet
+from scripts.benchmarks.simulator import datasheet_problem
 
 if TYPE_CHECKING:
     from search.algorithms.staging import Staging, Stagings
@@ -101,24 +101,11 @@ def _problem(case: Case, micro_batches: int) -> Problem:
     from app.services.models.models import import_graph, requested_model
     from graph.topology import load_topology
     from graph.training import Training
-    from search.algorithms.best_tracker import builder_of
-    from search.cost.calls_to_profile import rule_calls
-    from search.cost.cost_table import CostTable
-    from search.cost.link_costs import LinkCosts
-    from search.problem import Problem
 
     model = requested_model(case.network, case.preset, case.batch_size // micro_batches, case.precision)
-    topology = load_topology(case.topology, case.nodes)
-    problem = Problem(
-        import_graph(model, batch_norm="synchronized").graph,
-        topology,
-        CostTable(Datasheet(topology.kinds)),
-        Training(case.batch_size, case.precision, optimizer="adam"),
-        LinkCosts(),
-        rule_calls(),
-        micro_batches=micro_batches,
-    )
-    return replace(problem, builder=builder_of(problem))
+    graph = import_graph(model, batch_norm="synchronized").graph
+    training = Training(case.batch_size, case.precision, optimizer="adam")
+    return datasheet_problem(graph, load_topology(case.topology, case.nodes), training, micro_batches)
 
 
 def _row(case: Case, micro_batches: int) -> tuple[Row, bool]:

@@ -51,6 +51,7 @@ def _row(name: str, samples: int, *, quick: bool) -> tuple[dict[str, str], float
     from search.algorithms.mcmc import SearchOptions, search
     from search.algorithms.moves import shares_for
     from search.cost.cost_table import CostTable
+    from search.problem import Problem
     from search.simulate.task_graph import TaskGraphBuilder
 
     topology = load_topology(TOPOLOGY, 1 if quick else NODES)
@@ -64,7 +65,9 @@ def _row(name: str, samples: int, *, quick: bool) -> tuple[dict[str, str], float
     ):
         options = SearchOptions(proposals=50 if quick else PROPOSALS, shares=shares_for(count), seed=seed)
         builder = TaskGraphBuilder(graph, topology, costs, training, bucket_bytes=size)
-        found = search(graph, topology, costs, training, options, builder=builder, workers=2).strategy
+        found = search(
+            Problem(graph, topology, costs, training, builder=builder), options, workers=2
+        ).strategy
         policy, steps_s[size, seed] = _fastest(
             graph, found, TaskGraphBuilder(graph, topology, costs, training)
         )

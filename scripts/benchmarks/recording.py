@@ -71,18 +71,15 @@ def overheads(
     from app.services.progress import Progress
     from graph.training import Training
     from search.algorithms import mcmc
+    from search.problem import Problem
 
     target = find_target(store, "p100-cluster", Progress(), devices=devices)
     with prepare(store, model, target, Training(model.batch_size), "estimate", Progress()) as setting:
 
         def search(options: mcmc.SearchOptions, observer: Observer | None = None) -> None:
             mcmc.search(
-                model.graph,
-                setting.topology,
-                setting.table,
-                setting.training,
+                Problem(model.graph, setting.topology, setting.table, setting.training, target.link_costs),
                 options,
-                links=target.link_costs,
                 observer=observer,
             )
 

@@ -6,8 +6,8 @@ from typing import NotRequired, TypedDict
 from rich.console import Console
 from rich.table import Table
 
-Value = str | int | float | None
-Row = dict[str, Value]
+CellValue = str | int | float | None
+Row = dict[str, CellValue]
 
 
 class MeasuredValue(TypedDict):
@@ -30,8 +30,8 @@ class BenchmarkResult(TypedDict):
     benchmark: str
     conditions: dict[str, str | int | float]
     measurements: list[MeasuredValue]
-    table: NotRequired[Sequence[Mapping[str, Value]]]
-    parts: NotRequired[Sequence[Mapping[str, Value]]]
+    table: NotRequired[Sequence[Mapping[str, CellValue]]]
+    parts: NotRequired[Sequence[Mapping[str, CellValue]]]
     formats: NotRequired[dict[str, str]]
 
 
@@ -95,7 +95,9 @@ def show(result: BenchmarkResult, console: Console) -> None:
             console.print(grid(rows, result.get("formats", {})))
 
 
-def grid(rows: Sequence[Mapping[str, Value]], formats: Mapping[str, str], title: str | None = None) -> Table:
+def grid(
+    rows: Sequence[Mapping[str, CellValue]], formats: Mapping[str, str], title: str | None = None
+) -> Table:
     """Return rows of equal columns as a table to print; all but the first column are aligned by their ends."""
     table = Table(title=title, title_justify="left")
     for column in rows[0]:
@@ -105,7 +107,7 @@ def grid(rows: Sequence[Mapping[str, Value]], formats: Mapping[str, str], title:
     return table
 
 
-def number(row: Mapping[str, Value], column: str) -> float:
+def number(row: Mapping[str, CellValue], column: str) -> float:
     """Return the number in a column of a row."""
     value = row[column]
     if not isinstance(value, int | float):
@@ -113,7 +115,7 @@ def number(row: Mapping[str, Value], column: str) -> float:
     return float(value)
 
 
-def cell_text(value: Value, style: str | None) -> str:
+def cell_text(value: CellValue, style: str | None) -> str:
     """Return a value as text; a dash where it is not known."""
     if value is None:
         return "-"

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from graph.rules.least import LeastWork, WorkPhase
     from graph.strategy import Strategy
     from graph.topology import DeviceKind, Topology
+    from graph.training import Training
     from search.algorithms.mcmc import Chain
     from search.algorithms.moves import Moves
     from search.cost.cost_table import OperatorCost, Origin
     from search.orders import Order
+    from search.problem import Problem
     from search.simulate.task_graph import TaskGraphBuilder
 
 TOPOLOGY, DEVICES_A_NODE = "p100-cluster", 4
@@ -170,6 +172,19 @@ def topology_of(device_count: int) -> Topology:
     from graph.topology import load_topology
 
     return load_topology(TOPOLOGY, max(1, device_count // DEVICES_A_NODE)).subset(device_count)
+
+
+def datasheet_problem(
+    graph: OperatorGraph, topology: Topology, training: Training, micro_batches: int = 1
+) -> Problem:
+    """Return a problem with costs by data sheets, and with its builder."""
+    from search.algorithms import best_tracker
+    from search.cost.cost_table import CostTable
+    from search.problem import Problem
+
+    costs = CostTable(Datasheet(topology.kinds))
+    problem = Problem(graph, topology, costs, training, micro_batches=micro_batches)
+    return replace(problem, builder=best_tracker.builder_of(problem))
 
 
 def builder_of(graph: OperatorGraph, device_count: int, batch_size: int = 64) -> TaskGraphBuilder:

@@ -9,11 +9,10 @@ Source: Unity (OSDI 2022) section 8: joint optimization against one after the ot
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from scripts.benchmarks.result import BenchmarkResult, Row, measurement, number
-from scripts.benchmarks.simulator import Datasheet
+from scripts.benchmarks.simulator import datasheet_problem
 from scripts.benchmarks.zoo import zoo_graph
 
 if TYPE_CHECKING:
@@ -56,17 +55,8 @@ def run(*, quick: bool) -> BenchmarkResult:
 def _problem(graph: OperatorGraph, devices: int, batch_size: int) -> Problem:
     from graph.topology import load_topology
     from graph.training import Training
-    from search.algorithms.best_tracker import builder_of
-    from search.cost.calls_to_profile import rule_calls
-    from search.cost.cost_table import CostTable
-    from search.cost.link_costs import LinkCosts
-    from search.problem import Problem
 
-    topology = load_topology("summit", devices // 6)
-    problem = Problem(
-        graph, topology, CostTable(Datasheet(topology.kinds)), Training(batch_size), LinkCosts(), rule_calls()
-    )
-    return replace(problem, builder=builder_of(problem))
+    return datasheet_problem(graph, load_topology("summit", devices // 6), Training(batch_size))
 
 
 def _row(name: str, preset: str, devices: int, samples: int) -> Row:

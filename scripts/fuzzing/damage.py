@@ -30,12 +30,12 @@ STRAYS = (
     "chunk-000002.parquet", "chunk-000001.1.tmp", "search-9", ".hidden", "chunk-x.parquet", "x\x1b[31m",
     "starts-000002.parquet",
 )  # fmt: skip
-Damage = Callable[[Path, Random], str]
+RandomDamage = Callable[[Path, Random], str]
 
 
 def damage(folder: Path, random: Random) -> str:
     """Damage some files of the folder, and return a description."""
-    kinds: list[Damage] = random.choices(
+    kinds: list[RandomDamage] = random.choices(
         (
             damage_bytes,
             damage_row,
@@ -51,7 +51,7 @@ def damage(folder: Path, random: Random) -> str:
     return "; ".join(_done(kind, folder, random) for kind in kinds)
 
 
-def _done(kind: Damage, folder: Path, random: Random) -> str:
+def _done(kind: RandomDamage, folder: Path, random: Random) -> str:
     """Do one kind of damage and return its description; earlier damage may leave nothing to damage."""
     if any(path.is_fifo() for path in folder.rglob("*")):
         return f"{kind.__name__} would wait at a pipe"

@@ -16,7 +16,7 @@ from typing import Any
 
 from scripts.fuzzing.running import Stop
 
-Damage = Callable[[Path], None]
+DamageFolder = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class FoundCase:
     """A command, the damage to its files, and the signal that stopped it."""
 
     arguments: tuple[str, ...]
-    damage: Damage | None = None
+    damage: DamageFolder | None = None
     stop: Stop | None = None
 
 
-def _sql(statement: str) -> Damage:
+def _sql(statement: str) -> DamageFolder:
     def damage(folder: Path) -> None:
         with closing(sqlite3.connect(folder / "db.sqlite", isolation_level=None)) as connection:
             connection.execute("PRAGMA ignore_check_constraints=ON")
@@ -37,7 +37,7 @@ def _sql(statement: str) -> Damage:
     return damage
 
 
-def _files(pattern: str, change: Callable[[Path], object]) -> Damage:
+def _files(pattern: str, change: Callable[[Path], object]) -> DamageFolder:
     def damage(folder: Path) -> None:
         for path in folder.glob(pattern):
             change(path)
@@ -45,11 +45,11 @@ def _files(pattern: str, change: Callable[[Path], object]) -> Damage:
     return damage
 
 
-def _bytes(pattern: str, change: Callable[[bytes], bytes]) -> Damage:
+def _bytes(pattern: str, change: Callable[[bytes], bytes]) -> DamageFolder:
     return _files(pattern, lambda path: path.write_bytes(change(path.read_bytes())))
 
 
-def _linked(pattern: str, target: str) -> Damage:
+def _linked(pattern: str, target: str) -> DamageFolder:
     def link(path: Path) -> None:
         path.unlink()
         path.symlink_to(target)
@@ -57,11 +57,11 @@ def _linked(pattern: str, target: str) -> Damage:
     return _files(pattern, link)
 
 
-def _removed(pattern: str) -> Damage:
+def _removed(pattern: str) -> DamageFolder:
     return _files(pattern, lambda path: shutil.rmtree(path) if path.is_dir() else path.unlink())
 
 
-def _parquet(pattern: str, change: Callable[[Any], Any]) -> Damage:
+def _parquet(pattern: str, change: Callable[[Any], Any]) -> DamageFolder:
     def rewrite(path: Path) -> None:
         import pyarrow.parquet as pq
 
@@ -70,15 +70,15 @@ def _parquet(pattern: str, change: Callable[[Any], Any]) -> Damage:
     return _files(pattern, rewrite)
 
 
-def _without_column(pattern: str, column: str) -> Damage:
+def _without_column(pattern: str, column: str) -> DamageFolder:
     return _parquet(pattern, lambda table: table.drop_columns([column]))
 
 
-def _without_rows(pattern: str) -> Damage:
+def _without_rows(pattern: str) -> DamageFolder:
     return _parquet(pattern, lambda table: table.slice(0, 0))
 
 
-def _without_value(pattern: str, column: str) -> Damage:
+def _without_value(pattern: str, column: str) -> DamageFolder:
     def change(table: Any) -> Any:
         import pyarrow as pa
 
@@ -89,7 +89,7 @@ def _without_value(pattern: str, column: str) -> Damage:
     return _parquet(pattern, change)
 
 
-def _metadata(pattern: str, key: str, value: str) -> Damage:
+def _metadata(pattern: str, key: str, value: str) -> DamageFolder:
     def change(table: Any) -> Any:
         metadata = {**(table.schema.metadata or {}), key.encode(): value.encode()}
         return table.replace_schema_metadata(metadata)

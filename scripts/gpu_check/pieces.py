@@ -34,7 +34,7 @@ class Check(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlannedPiece:
     """A check, and the minutes that it is planned to take."""
 
     check: Check
@@ -162,17 +162,17 @@ def sanitizer(gpu: int, *, quick: bool) -> PieceResult:
     return PieceResult(done.returncode == 0, lines[-1].strip("= "))
 
 
-PIECES: dict[str, Piece] = {
-    "tests": Piece(tests, 3),
-    "calls": Piece(calls.check, 4),
-    "verify": Piece(verify, 5),
-    "timing": Piece(calls.check_times, 5),
-    "step": Piece(step, 5),
-    "clocks": Piece(clocks.check, 1),
-    "contention": Piece(contention.check, 3),
-    "ranks": Piece(staged_ranks.check, 6),
-    "memory": Piece(calls.check_memory, 3),
-    "nccl": Piece(nccl, 2),
-    "commands": Piece(commands, 5),
-    "sanitizer": Piece(sanitizer, 3),
+PIECES: dict[str, PlannedPiece] = {
+    "tests": PlannedPiece(tests, 3),
+    "calls": PlannedPiece(calls.check, 4),
+    "verify": PlannedPiece(verify, 5),
+    "timing": PlannedPiece(calls.check_times, 5),
+    "step": PlannedPiece(step, 5),
+    "clocks": PlannedPiece(clocks.check, 1),
+    "contention": PlannedPiece(contention.check, 3),
+    "ranks": PlannedPiece(staged_ranks.check, 6),
+    "memory": PlannedPiece(calls.check_memory, 3),
+    "nccl": PlannedPiece(nccl, 2),
+    "commands": PlannedPiece(commands, 5),
+    "sanitizer": PlannedPiece(sanitizer, 3),
 }

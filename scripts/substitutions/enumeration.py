@@ -23,20 +23,20 @@ from graph.substitutions.terms import (
     variable,
 )
 from graph.substitutions.types import Extent, IllTypedTerm, TensorType, parse_type
-from scripts.substitutions.execution import Setting, Value, apply, execute
+from scripts.substitutions.execution import RandomInputs, TensorValue, apply, execute
 from scripts.substitutions.families import Choice, Family
 
 Side = tuple[Term, ...]
-Pair = tuple[Side, Side]
+SidePair = tuple[Side, Side]
 Fingerprint = tuple[TensorType, bytes]
 
 
 @dataclass(eq=False)
-class Node:
+class EnumeratedTerm:
     """A term with its value, the numbers of its operators and of all terms in it, and the names of its variables."""
 
     term: Term
-    value: Value
+    value: TensorValue
     operators: frozenset[int]
     below: frozenset[int]
     names: frozenset[str]
@@ -49,21 +49,21 @@ class Enumeration:
     """The terms of a family, by fingerprint."""
 
     family: Family
-    setting: Setting
+    setting: RandomInputs
     types: dict[str, TensorType]
     sizes: dict[str, int]
-    nodes: list[Node] = field(default_factory=list)
-    classes: dict[Fingerprint, list[Node]] = field(default_factory=lambda: defaultdict(list))
+    nodes: list[EnumeratedTerm] = field(default_factory=list)
+    classes: dict[Fingerprint, list[EnumeratedTerm]] = field(default_factory=lambda: defaultdict(list))
     operator_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     graphs: int = 0
 
-    def add(self, term: Term, value: Value, operands: tuple[Node, ...]) -> None:
+    def add(self, term: Term, value: TensorValue, operands: tuple[EnumeratedTerm, ...]) -> None:
         """Take in one term, whose operands are there already."""
         attributes = (term.attributes[0], term.attributes[2]) if term.kind == "split" else term.attributes
         key = (term.kind, attributes, tuple(node.number for node in operands))
         own = {self.operator_numbers.setdefault(key, len(self.operator_numbers))} if operands else set()
         number = len(self.nodes)
-        node = Node(
+        node = EnumeratedTerm(
             term,
             value,
             frozenset(own).union(*(operand.operators for operand in operands)),
@@ -78,7 +78,7 @@ class Enumeration:
         self.graphs += 1
 
 
-def fingerprint(value: Value) -> Fingerprint:
+def fingerprint(value: TensorValue) -> Fingerprint:
     """Return the type, with its degrees, and a digest of all elements."""
     return value.type, hashlib.blake2b(value.array.tobytes(), digest_size=12).digest()
 
@@ -86,7 +86,7 @@ def fingerprint(value: Value) -> Fingerprint:
 def enumerate_family(family: Family) -> Enumeration:
     """Return all terms of the family, smallest first."""
     types = {name: parse_type(text) for name, text in family.variables.items()}
-    setting = Setting(family.degrees, 1)
+    setting = RandomInputs(family.degrees, 1)
     found = Enumeration(family, setting, types, setting.sizes(*types.values()))
     for name, value in zip(
         types, execute(tuple(map(variable, types)), types, setting, found.sizes), strict=True
@@ -103,7 +103,7 @@ def enumerate_family(family: Family) -> Enumeration:
     return found
 
 
-def _is_whole(kind: str, nodes: tuple[Node, ...]) -> bool:
+def _is_whole(kind: str, nodes: tuple[EnumeratedTerm, ...]) -> bool:
     """Return whether a divided operand is a variable, a joined one a result, and no result is computed with again."""
     kinds = {node.term.kind for node in nodes}
     if kind in ("partition", "replicate"):
@@ -114,7 +114,7 @@ def _is_whole(kind: str, nodes: tuple[Node, ...]) -> bool:
 
 
 def _extend(
-    found: Enumeration, kind: str, attributes: tuple[Attribute, ...], nodes: tuple[Node, ...]
+    found: Enumeration, kind: str, attributes: tuple[Attribute, ...], nodes: tuple[EnumeratedTerm, ...]
 ) -> None:
     try:
         value = apply(kind, attributes, [node.value for node in nodes], found.sizes)
@@ -134,17 +134,17 @@ def _attributes(choice: Choice, type_: TensorType) -> Iterator[tuple[Attribute, 
                 yield (attributes[0], half, str(Extent(pieces[:count])))
 
 
-def _operands(choice: Choice, nodes: list[Node], size: int) -> Iterator[tuple[Node, ...]]:
+def _operands(choice: Choice, nodes: list[EnumeratedTerm], size: int) -> Iterator[tuple[EnumeratedTerm, ...]]:
     """Iterate over operands that together have `size` operators and could fit `choice`."""
     kind = choice[0]
     arity = OPERATORS[kind][0]
     if arity == 1:
         yield from ((node,) for node in nodes if len(node.operators) == size)
         return
-    seconds: dict[object, list[Node]] = defaultdict(list)
+    seconds: dict[object, list[EnumeratedTerm]] = defaultdict(list)
     for node in nodes:
         seconds[_second_key(choice, node.value.type)].append(node)
-    thirds: dict[object, list[Node]] = defaultdict(list)
+    thirds: dict[object, list[EnumeratedTerm]] = defaultdict(list)
     for node in nodes if arity == 3 else ():
         if len(node.value.type.dims) == 1:
             thirds[node.value.type].append(node)
@@ -187,7 +187,7 @@ def _second_key(choice: Choice, type_: TensorType) -> object:
     return type_
 
 
-def equal_graphs(found: Enumeration) -> Iterator[Pair]:
+def equal_graphs(found: Enumeration) -> Iterator[SidePair]:
     """Iterate over pairs of different graphs whose fingerprints are equal: candidates of rules."""
     for members in found.classes.values():
         for first, second in combinations(members, 2):
@@ -197,19 +197,19 @@ def equal_graphs(found: Enumeration) -> Iterator[Pair]:
         yield from _equal_pairs(found)
 
 
-def _is_about(family: Family, nodes: Iterable[Node]) -> bool:
+def _is_about(family: Family, nodes: Iterable[EnumeratedTerm]) -> bool:
     if not family.about:
         return True
     return any(part.kind in family.about for node in nodes for part in subterms(node.term))
 
 
-def _equal_pairs(found: Enumeration) -> Iterator[Pair]:
+def _equal_pairs(found: Enumeration) -> Iterator[SidePair]:
     """Iterate over pairs of graphs of two outputs, one at least of which shares an operator between them.
 
     Where both outputs read the same variables on either side, rules of one output do the same.
     """
     limit = found.family.pairs
-    sharing: dict[int, list[Node]] = defaultdict(list)
+    sharing: dict[int, list[EnumeratedTerm]] = defaultdict(list)
     for node in found.nodes:
         for operator in node.operators:
             sharing[operator].append(node)
@@ -230,8 +230,11 @@ def _equal_pairs(found: Enumeration) -> Iterator[Pair]:
 
 
 def _counterparts(
-    found: Enumeration, first: Node, second: Node, alternatives: dict[int, list[Node]]
-) -> Iterator[Pair]:
+    found: Enumeration,
+    first: EnumeratedTerm,
+    second: EnumeratedTerm,
+    alternatives: dict[int, list[EnumeratedTerm]],
+) -> Iterator[SidePair]:
     for other in alternatives[first.number]:
         for another in alternatives[second.number]:
             if (

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TensorValue:
     """A tensor: its type and its elements."""
 
     type: TensorType
@@ -29,7 +29,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RandomInputs:
     """Sizes of degrees and a seed; extents of atoms and values of variables and factors follow from their names."""
 
     degrees: Mapping[str, int]
@@ -51,10 +51,10 @@ class Setting:
                 sizes[name] = unit * (1 + draw % 3)
         return sizes
 
-    def value(self, name: str, type_: TensorType, sizes: Mapping[str, int]) -> Value:
+    def value(self, name: str, type_: TensorType, sizes: Mapping[str, int]) -> TensorValue:
         """Return the value of a variable."""
         generator = np.random.default_rng([self.seed, crc32(name.encode())])
-        return Value(type_, generator.integers(0, PRIME, type_.shape(sizes), dtype=np.int64))
+        return TensorValue(type_, generator.integers(0, PRIME, type_.shape(sizes), dtype=np.int64))
 
 
 def factor(name: Attribute) -> int:
@@ -65,16 +65,16 @@ def factor(name: Attribute) -> int:
 def execute(
     terms: tuple[Term, ...],
     types: Mapping[str, TensorType],
-    setting: Setting,
+    setting: RandomInputs,
     sizes: Mapping[str, int] | None = None,
-) -> list[Value]:
+) -> list[TensorValue]:
     """Return the values of `terms`; those of their variables follow from the setting and their names."""
     chosen = setting.sizes(*types.values()) if sizes is None else sizes
     memo = {Term(VARIABLE, (name,)): setting.value(name, types[name], chosen) for name in variables(*terms)}
     return [_value(term, memo, chosen) for term in terms]
 
 
-def _value(term: Term, memo: dict[Term, Value], sizes: Mapping[str, int]) -> Value:
+def _value(term: Term, memo: dict[Term, TensorValue], sizes: Mapping[str, int]) -> TensorValue:
     if term not in memo:
         operands = [_value(operand, memo, sizes) for operand in term.operands]
         memo[term] = apply(term.kind, term.attributes, operands, sizes)
@@ -82,8 +82,8 @@ def _value(term: Term, memo: dict[Term, Value], sizes: Mapping[str, int]) -> Val
 
 
 def apply(
-    kind: str, attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]
-) -> Value:
+    kind: str, attributes: tuple[Attribute, ...], operands: list[TensorValue], sizes: Mapping[str, int]
+) -> TensorValue:
     """Return the result of one operator.
 
     Raises:
@@ -93,7 +93,7 @@ def apply(
     array = EXECUTIONS[kind](attributes, operands, sizes)
     if array.shape != type_.shape(sizes):
         raise IllTypedTerm(f"{kind}: its result has shape {array.shape}, its type says {type_.shape(sizes)}")
-    return Value(type_, array)
+    return TensorValue(type_, array)
 
 
 def _relu(x: Array) -> Array:
@@ -106,7 +106,7 @@ def _matmul(x: Array, w: Array) -> Array:
     return product.reshape(*x.shape[:-1], w.shape[-1])
 
 
-def _conv(x: Value, w: Value) -> Array:
+def _conv(x: TensorValue, w: TensorValue) -> Array:
     """Return the convolution of stride 1 with a padding of half a kernel, written as shifted products."""
     kernel = w.array.shape[-2:]
     pads = [(0, 0)] * (x.array.ndim - 2) + [(extent // 2, extent // 2) for extent in kernel]
@@ -128,21 +128,25 @@ def _bias(x: Array, b: Array) -> Array:
     return (x + b[..., None, :]) % PRIME
 
 
-def _axis(value: Value, dim: Attribute) -> int:
+def _axis(value: TensorValue, dim: Attribute) -> int:
     return len(value.type.degrees) + int(dim)
 
 
-def _concat(attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
+def _concat(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
     return np.concatenate([operand.array for operand in operands], _axis(operands[0], attributes[0]))
 
 
-def _split(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _split(attributes: tuple[Attribute, ...], operands: list[TensorValue], sizes: Mapping[str, int]) -> Array:
     dim, half, _ = attributes
     left = applied("split", (dim, 0, attributes[2]), [operands[0].type]).dims[int(dim)].size(sizes)
     return np.split(operands[0].array, [left], _axis(operands[0], dim))[int(half)]
 
 
-def _partition(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _partition(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], sizes: Mapping[str, int]
+) -> Array:
     x, (dim, degree) = operands[0], attributes
     axis, parts = _axis(x, dim), sizes[str(degree)]
     shape = x.array.shape
@@ -150,7 +154,9 @@ def _partition(attributes: tuple[Attribute, ...], operands: list[Value], sizes: 
     return np.moveaxis(divided, axis, sorted({*x.type.degrees, str(degree)}).index(str(degree)))
 
 
-def _combine(attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
+def _combine(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
     x, (dim, degree) = operands[0], attributes
     axis = _axis(x, dim) - 1
     moved = np.moveaxis(x.array, x.type.degrees.index(str(degree)), axis)
@@ -158,28 +164,36 @@ def _combine(attributes: tuple[Attribute, ...], operands: list[Value], _sizes: M
     return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
-def _replicate(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _replicate(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], sizes: Mapping[str, int]
+) -> Array:
     x, degree = operands[0], str(attributes[0])
     place = sorted({*x.type.degrees, degree}).index(degree)
     return np.repeat(np.expand_dims(x.array, place), sizes[degree], place)
 
 
-def _reduce(attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
+def _reduce(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
     x = operands[0]
     return np.asarray(x.array.sum(x.type.degrees.index(str(attributes[0])))) % PRIME
 
 
-def _flatten(_attributes: tuple[Attribute, ...], operands: list[Value], _sizes: Mapping[str, int]) -> Array:
+def _flatten(
+    _attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
     array = operands[0].array
     return array.reshape(*array.shape[:-3], array.shape[-3] * array.shape[-2], array.shape[-1])
 
 
-def _unflatten(attributes: tuple[Attribute, ...], operands: list[Value], sizes: Mapping[str, int]) -> Array:
+def _unflatten(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], sizes: Mapping[str, int]
+) -> Array:
     shape = applied("unflatten", attributes, [operands[0].type]).shape(sizes)
     return operands[0].array.reshape(shape)
 
 
-Execution = Callable[[tuple[Attribute, ...], list[Value], Mapping[str, int]], Array]
+Execution = Callable[[tuple[Attribute, ...], list[TensorValue], Mapping[str, int]], Array]
 
 EXECUTIONS: dict[str, Execution] = {
     "matmul": lambda _a, o, _s: _matmul(o[0].array, o[1].array),
@@ -205,7 +219,7 @@ EXECUTIONS: dict[str, Execution] = {
 }
 
 
-def _linear(operands: list[Value]) -> Array:
+def _linear(operands: list[TensorValue]) -> Array:
     product = _matmul(operands[0].array, operands[1].array)
     bias = operands[2].array
     spread = bias.reshape(*bias.shape[:-1], *[1] * (product.ndim - bias.ndim), bias.shape[-1])

@@ -19,10 +19,10 @@ from graph.substitutions.terms import (
     variables,
 )
 from graph.substitutions.types import IllTypedTerm, TensorType, parse_type
-from scripts.substitutions.enumeration import Pair, Side
-from scripts.substitutions.execution import Setting, execute
+from scripts.substitutions.enumeration import Side, SidePair
+from scripts.substitutions.execution import RandomInputs, execute
 
-SETTINGS = (Setting({"k": 2, "m": 3}, 11), Setting({"k": 3, "m": 2}, 12))
+SETTINGS = (RandomInputs({"k": 2, "m": 3}, 11), RandomInputs({"k": 3, "m": 2}, 12))
 """What candidates are confirmed on: other extents, degrees and values than those they were found on."""
 MANY = 2
 """Commutative operators up to which all orders are compared; above, some rules stay twice, in two orders."""
@@ -39,7 +39,7 @@ class Candidate:
     target: Side
     types: dict[str, TensorType]
 
-    def holds(self, settings: tuple[Setting, ...] = SETTINGS) -> bool:
+    def holds(self, settings: tuple[RandomInputs, ...] = SETTINGS) -> bool:
         """Return whether both graphs have equal types and values in all settings."""
         try:
             for setting in settings:
@@ -141,7 +141,7 @@ def _arrangements(term: Term, *, all_orders: bool) -> list[Term]:
 
 def canonical(candidate: Candidate) -> Candidate:
     """Return the first, in the order of their texts, of all candidates that are equal but for names and order."""
-    sides: list[Pair] = []
+    sides: list[SidePair] = []
     for source, target in ((candidate.source, candidate.target), (candidate.target, candidate.source)):
         if set(variables(*target)) <= set(variables(*source)) or not (
             set(variables(*source)) <= set(variables(*target))

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from graph.errors import RuntimeFailure, UsageError
-from profiler.pinning import describe_exit
+from graph.texts import describe_exit
 from scripts.testbeds.hosts import EmulatedHosts, state_file
 from scripts.testbeds.network import INTERFACE, NAMESPACES, address, end_processes
 

@@ -1,4 +1,4 @@
-"""Which activations to make again in the backward: of the blocks of a network those that save most for their time.
+"""Activation checkpointing: the blocks of a network to make again in the backward, which save most for their time.
 
 A network is cut into blocks that keep about as many bytes each, where few bytes cross; into few and into many, since
 what is there while a block is made again grows with its size. Each block is simulated alone, and blocks are taken by

@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graph.errors import StrategyError
-from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
-from graph.topology import Topology
-from graph.training import Training
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
+from search.algorithms.best_tracker import builder_of
 from search.algorithms.chain import (
     EXCEEDED,
     POLISHING,
@@ -46,12 +44,7 @@ from search.algorithms.proposal_log import (
     ProposalBatch,
     Recorder,
     ResumedChain,
-    decode_configuration,
-    encode_configuration,
 )
-from search.cost.calls_to_profile import LocalCalls
-from search.cost.cost_table import CostTable
-from search.cost.link_costs import LinkCosts
 from search.evaluate.evaluator import outcome
 from search.outcome import Outcome
 from search.parallel.gc_pause import frozen_heap
@@ -59,7 +52,7 @@ from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
 from search.space.configurations import configured, random_draw
 from search.space.groups import follow
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 
 if TYPE_CHECKING:
     from search.problem import Problem  # numba comes with it
@@ -77,8 +70,6 @@ __all__ = [
     "SearchOptions",
     "SearchResult",
     "accepts",
-    "decode_configuration",
-    "encode_configuration",
     "outcome",
     "search",
     "start_chain",
@@ -105,20 +96,14 @@ class SearchResult:
 
 
 def search(
-    graph: OperatorGraph,
-    topology: Topology,
-    costs: CostTable,
-    training: Training,
+    problem: Problem,
     options: SearchOptions | None = None,
     *,
     starts: Sequence[Strategy] = (),
     known: Sequence[Strategy] = (),
     resumed: Sequence[ResumedChain] = (),
-    links: LinkCosts | None = None,
     observer: Observer | None = None,
-    local_calls: LocalCalls | None = None,
     workers: int = 1,
-    builder: TaskGraphBuilder | None = None,
 ) -> SearchResult:
     """Search a fast strategy. The same arguments give the same result, unless there is a time limit.
 
@@ -131,7 +116,7 @@ def search(
     Ctrl-C ends the search with the best strategy so far.
     With several workers, as many processes walk the chains where that is quicker (`search.algorithms.chain_pool`):
     the result is the same, and so is the record of each chain.
-    A builder of the same graph, topology, costs, training and links keeps its fragment cache.
+    A problem's builder keeps its fragment cache.
 
     Raises:
         StrategyError: a given start does not fit, or nothing that was simulated fits the devices' memories.
@@ -140,13 +125,13 @@ def search(
         RuntimeFailure: a worker was ended by somebody else.
     """
     options = options if options is not None else SearchOptions()
+    graph, device_count = problem.graph, problem.device_count
     began = time.monotonic()
     of_chains = [strategy for chain in resumed for strategy in (chain.current, chain.best)]
     for strategy in (*starts, *known, *of_chains):
-        strategy.validate(graph, len(topology.devices))
-    if builder is None:
-        builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
-    moves = Moves(graph, len(topology.devices), options.shares)
+        strategy.validate(graph, device_count)
+    builder = builder_of(problem)
+    moves = Moves(graph, device_count, options.shares)
     chains: list[Chain] = []
     recorder = Recorder(observer, lambda: tuple(chain.snapshot() for chain in chains))
     interrupted = False
@@ -206,7 +191,7 @@ class Start:
     name: str
     strategy: Strategy
     rng: np.random.Generator
-    heads: Mapping[int, Origin] | None = None
+    heads: Mapping[int, ProposalOrigin] | None = None
 
 
 def _starts(
@@ -261,7 +246,7 @@ def _generator(options: SearchOptions, number: int) -> np.random.Generator:
 
 def _random_start(moves: Moves, rng: np.random.Generator) -> Start:
     """Return a random configuration of every head, which the other operators follow."""
-    heads: dict[int, Origin] = {}
+    heads: dict[int, ProposalOrigin] = {}
     chosen: dict[int, Configuration] = {}
     for group in moves.groups:
         drawn = random_draw(moves.graph.operators[group.head], moves.device_count, rng)
@@ -308,18 +293,12 @@ def _walk(context: WalkContext, chains: Sequence[Chain], recorder: Recorder, wor
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     """The walk; every start is one more chain, so that the others walk as they do without."""
     result = search(
-        problem.graph,
-        problem.topology,
-        problem.costs,
-        problem.training,
+        problem,
         context.options,
         known=context.starts,
         resumed=context.resumed,
-        links=problem.links,
         observer=context.observers.get("mcmc"),
-        local_calls=problem.local_calls,
         workers=context.workers,
-        builder=problem.builder,
     )
     return AlgorithmResult(
         "mcmc",

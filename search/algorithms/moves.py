@@ -26,7 +26,7 @@ from search.space.configurations import configured, random_draw
 from search.space.groups import NO_AXIS, find_groups, follow
 from search.space.hybrids import hybrids, random_grid
 from search.space.neighbours import like_groups, neighbours, sharing_groups
-from search.space.placements import Copied, Drawn, Origin, random_placement
+from search.space.placements import Copied, Drawn, ProposalOrigin, random_placement
 
 # Of moves to a hybrid, those that reach over a run of groups, and over groups like one; the rest is one group's.
 HYBRID_RUNS, HYBRID_ALIKE = 0.4, 0.3
@@ -85,7 +85,7 @@ class Part:
 
     heads: tuple[int, ...]
     configuration: Configuration
-    origin: Origin
+    origin: ProposalOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Move:
     head: int
     configuration: Configuration
     changed: Mapping[int, Configuration]
-    origin: Origin
+    origin: ProposalOrigin
     others: tuple[Part, ...] = ()
 
 
@@ -156,7 +156,7 @@ class Moves:
         kind = rng.random()
         current = configurations[head]
         chosen: Configuration | None = None
-        origin: Origin | None = None
+        origin: ProposalOrigin | None = None
         if kind < shares.devices:
             drawn = Drawn(current.degrees, random_placement(self.device_count, rng))
             # Two tasks of a given start may share a device, and more than all devices have no distinct ones.

@@ -39,7 +39,7 @@ HORIZON = 1_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacementSolution:
     """The strategy of the least makespan, and the device of each unit."""
 
     strategy: Strategy
@@ -47,7 +47,7 @@ class Placement:
     devices: tuple[int, ...]
 
 
-def place(model: PlacementModel) -> Placement:
+def place(model: PlacementModel) -> PlacementSolution:
     """Return the placement of the least makespan.
 
     Raises:
@@ -67,7 +67,7 @@ def place(model: PlacementModel) -> Placement:
             f"most {MOST_ROWS}; take fewer devices or algorithm greedy"
         )
     chosen = _solved(program, _highs())
-    return Placement(model.strategy(chosen), model.makespan_ns(chosen), chosen)
+    return PlacementSolution(model.strategy(chosen), model.makespan_ns(chosen), chosen)
 
 
 def _highs() -> Any:
@@ -112,7 +112,7 @@ class _Program:
         self.rows: list[tuple[dict[int, float], float]] = []
         self.upper: list[float] = []
         longest = int(model.task_ns_TD.max(axis=1).sum() + model.update_ns_UD.max(axis=1).sum())
-        longest += sum(int(message.between_ns_DD.max()) for message in model.messages)
+        longest += sum(int(edge.between_ns_DD.max()) for edge in model.edges)
         self.scale = HORIZON / max(longest, 1)
         self.on = [[self._column(1.0) for _ in self.devices] for _ in range(model.units)]
         self.binaries = len(self.upper)
@@ -181,13 +181,13 @@ class _Program:
 
     def _messages(self) -> None:
         unit_of = self.model.unit_T
-        for message in self.model.messages:
+        for edge in self.model.edges:
             travel = [
-                (column, -self.scale * float(message.between_ns_DD[here, there]))
-                for column, here, there in self._together(unit_of[message.source], unit_of[message.reader])
+                (column, -self.scale * float(edge.between_ns_DD[here, there]))
+                for column, here, there in self._together(unit_of[edge.source], unit_of[edge.reader])
                 if here != there
             ]
-            self._at_least([*self._after(message.reader, message.source), *travel], 0.0)
+            self._at_least([*self._after(edge.reader, edge.source), *travel], 0.0)
 
     def _devices_in_turn(self) -> None:
         """A task begins after the ends of those before it on its device; of each unit the last before it is enough."""

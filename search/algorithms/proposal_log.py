@@ -16,12 +16,11 @@ import numpy as np
 from graph.strategy import Configuration, Strategy
 from search.algorithms.moves import Part
 from search.parallel.fork import ENDING_SIGNALS
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 
 BATCH = 1024
 # A killed search loses no more proposals than those of this time, and of the time that writing the rest takes.
 BATCH_S = 0.6
-CODE = np.dtype("<u4")
 
 
 class Proposal(NamedTuple):
@@ -31,7 +30,7 @@ class Proposal(NamedTuple):
     step: int
     operator: int
     configuration: Configuration
-    origin: Origin
+    origin: ProposalOrigin
     simulated_ns: int
     bound_ns: int
     accepted: bool
@@ -43,7 +42,7 @@ class ProposalBatch:
     """Proposals in the order in which they were made, as columns.
 
     chain, step: which proposal it is; steps count from 1 in each chain.
-    operator: index of the head whose group changed. configuration: the head's, see `encode_configuration`.
+    operator: index of the head whose group changed. configurations: the head's.
     origin: what it was drawn or copied from. simulated_ns: -1 where a device's memory is exceeded, -2 where the
     simulation was stopped at the bound. bound_ns: the makespan up to which it was accepted (of two strategies
     that exceed memory differently, that which exceeds less is).
@@ -55,7 +54,7 @@ class ProposalBatch:
     step: np.ndarray[Any, np.dtype[np.int64]]
     operator: np.ndarray[Any, np.dtype[np.int32]]
     configurations: list[Configuration]
-    origin: list[Origin]
+    origin: list[ProposalOrigin]
     simulated_ns: np.ndarray[Any, np.dtype[np.int64]]
     bound_ns: np.ndarray[Any, np.dtype[np.int64]]
     accepted: np.ndarray[Any, np.dtype[np.bool_]]
@@ -83,11 +82,6 @@ class ProposalBatch:
 
     def __len__(self) -> int:
         return len(self.configurations)
-
-    @property
-    def configuration(self) -> list[bytes]:
-        """The proposed configurations as `encode_configuration` writes them."""
-        return [encode_configuration(configuration) for configuration in self.configurations]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +113,12 @@ class ResumedChain:
     best: Strategy
 
 
-def encode_configuration(configuration: Configuration) -> bytes:
-    """Return a configuration as bytes: number of degrees, degrees, devices, each four bytes, little-endian."""
-    items = (len(configuration.degrees), *configuration.degrees, *configuration.devices)
-    return np.array(items, CODE).tobytes()
-
-
-def decode_configuration(code: bytes) -> Configuration:
-    """Return the configuration that `encode_configuration` wrote."""
-    items = [int(item) for item in np.frombuffer(code, CODE)]
-    return Configuration(tuple(items[1 : 1 + items[0]]), tuple(items[1 + items[0] :]))
-
-
 class Observer(Protocol):
     """Hears of starts, proposals and progress of a running search."""
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+    def on_start(
+        self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, ProposalOrigin] | None
+    ) -> None:
         """Take the start of a chain, and where it was drawn at random, what the heads' configurations come from."""
         ...
 

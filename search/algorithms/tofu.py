@@ -40,7 +40,7 @@ from search.problem import Array, Problem
 from search.space.groups import NO_AXIS, Group, carried, find_groups, following
 
 
-class Held(Enum):
+class Unsplit(Enum):
     """How the parts of a group hold a tensor that none of its dims is split for."""
 
     PARTIAL = auto()
@@ -48,8 +48,8 @@ class Held(Enum):
     ONCE = auto()
 
 
-# The dim that is split and, of a dim that is a product, the elements of the factors before; else one of `Held`.
-Layout = tuple[int, int] | Held
+# The dim that is split and, of a dim that is a product, the elements of the factors before; else one of `Unsplit`.
+TensorSplit = tuple[int, int] | Unsplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Bisection:
         value = self.graph.value_by_name[operator.inputs[slot]]
         trained = value.kind is ValueKind.WEIGHT and self.graph.has_backward(operator)
         layout = _layout(operator.space.inputs[slot], self._own_axis(index, head_axis))
-        if not trained or layout is not Held.PARTIAL:
+        if not trained or layout is not Unsplit.PARTIAL:
             return 0
         elements = _elements(operator.space.inputs[slot], self._lengths(index))
         return self._device_groups * 2 * (self.parts - 1) * elements * value.spec.item_bytes
@@ -227,11 +227,11 @@ class Bisection:
         made = _layout(
             self.graph.operators[producer].space.outputs[output], self._own_axis(producer, producer_axis)
         )
-        if made is Held.PARTIAL and self._is_replica(producer, producer_axis):
-            made = Held.EVERYWHERE
+        if made is Unsplit.PARTIAL and self._is_replica(producer, producer_axis):
+            made = Unsplit.EVERYWHERE
         needed = _layout(operand, axis)
-        if needed is Held.PARTIAL:
-            needed = Held.EVERYWHERE
+        if needed is Unsplit.PARTIAL:
+            needed = Unsplit.EVERYWHERE
         lengths = self._lengths(index)
         elements = self._device_groups * _elements(operand, lengths)
         moved: int | Fraction = _moved(made, needed, elements, self.parts)
@@ -264,17 +264,17 @@ class Bisection:
         ]
 
 
-def _layout(operand: OperandMap, axis: int | None) -> Layout:
+def _layout(operand: OperandMap, axis: int | None) -> TensorSplit:
     """Return how parts hold an operand after a split of an axis; `PARTIAL` where no dim follows it."""
     if axis is None:
-        return Held.ONCE
+        return Unsplit.ONCE
     for number, dim in enumerate(operand):
         before = 1
         for factor in dim:
             if factor.axis == axis:
                 return number, before
             before *= factor.size
-    return Held.PARTIAL
+    return Unsplit.PARTIAL
 
 
 def _overlap(operand: OperandMap, axis: int, length: int) -> Fraction:
@@ -300,14 +300,14 @@ def _touched(factor: DimFactor, length: int) -> int:
     return min(factor.size, (length - 1) * factor.stride + factor.extent)
 
 
-def _moved(made: Layout, needed: Layout, elements: int, parts: int) -> int:
+def _moved(made: TensorSplit, needed: TensorSplit, elements: int, parts: int) -> int:
     """Return the elements of a tensor that go from part to part, each by itself or in a collective's rings."""
     others = (parts - 1) * elements
-    if made is Held.EVERYWHERE or made == needed:
+    if made is Unsplit.EVERYWHERE or made == needed:
         return 0
-    if made is Held.PARTIAL:
-        return 2 * others if needed is Held.EVERYWHERE else others
-    return others if needed is Held.EVERYWHERE else others // parts
+    if made is Unsplit.PARTIAL:
+        return 2 * others if needed is Unsplit.EVERYWHERE else others
+    return others if needed is Unsplit.EVERYWHERE else others // parts
 
 
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:

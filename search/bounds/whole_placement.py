@@ -36,8 +36,11 @@ from search.space.groups import find_groups, is_view
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Message:
-    """A value or a gradient that one task makes and a task of another unit reads: nanoseconds by their devices."""
+class TaskEdge:
+    """A value or a gradient that one task makes and a task of another unit reads.
+
+    between_ns_DD: nanoseconds of its message, by their devices.
+    """
 
     source: int
     reader: int
@@ -49,7 +52,7 @@ class PlacementModel:
     """Tasks in the program's order.
 
     unit_T: of each task. task_ns_TD: by the device that it is on. update_ns_UD, kept_bytes_U: of each unit.
-    capacity_bytes_D: of each device. messages: between units. space: whose choices are the devices, by group.
+    capacity_bytes_D: of each device. edges: between units. space: whose choices are the devices, by group.
     unit_of: of each group.
     """
 
@@ -58,7 +61,7 @@ class PlacementModel:
     update_ns_UD: Array
     kept_bytes_U: Array
     capacity_bytes_D: Array
-    messages: tuple[Message, ...]
+    edges: tuple[TaskEdge, ...]
     space: Space
     unit_of: tuple[int, ...]
 
@@ -68,11 +71,11 @@ class PlacementModel:
         return len(self.kept_bytes_U)
 
     @cached_property
-    def arriving(self) -> dict[int, list[Message]]:
-        """For each task, the messages that it waits for."""
-        arriving: dict[int, list[Message]] = {task: [] for task in range(len(self.unit_T))}
-        for message in self.messages:
-            arriving[message.reader].append(message)
+    def arriving(self) -> dict[int, list[TaskEdge]]:
+        """For each task, the edges from what it waits for."""
+        arriving: dict[int, list[TaskEdge]] = {task: [] for task in range(len(self.unit_T))}
+        for edge in self.edges:
+            arriving[edge.reader].append(edge)
         return arriving
 
     def makespan_ns(self, devices_U: Sequence[int]) -> int:
@@ -82,9 +85,8 @@ class PlacementModel:
         for task, unit in enumerate(self.unit_T):
             device = devices_U[unit]
             ready = [
-                end_ns[message.source]
-                + int(message.between_ns_DD[devices_U[self.unit_T[message.source]], device])
-                for message in self.arriving[task]
+                end_ns[edge.source] + int(edge.between_ns_DD[devices_U[self.unit_T[edge.source]], device])
+                for edge in self.arriving[task]
             ]
             end_ns.append(max(int(free[device]), *ready, 0) + int(self.task_ns_TD[task, device]))
             free[device] = end_ns[-1]
@@ -126,16 +128,16 @@ def placement_model(problem: Problem) -> PlacementModel:
         *(tables.operator(index).forward_ns_CP[:, 0] for index in order),
         *(tables.operator(index).backward_ns_CP[:, 0] for index in back),
     ]
-    messages = []
+    edges = []
     for index, reader in enumerate(graph.operators):
         for slot, name in enumerate(reader.inputs):
             producer = graph.producer[name][0] if name in graph.producer else index
             if unit[producer] == unit[index]:
                 continue
             between = _message_ns_DD(topology, problem.links, _read_bytes(graph, index, slot))
-            messages.append(Message(forward_task[producer], forward_task[index], between))
+            edges.append(TaskEdge(forward_task[producer], forward_task[index], between))
             if graph.gradient_inputs(reader)[slot] and graph.has_backward(reader):
-                messages.append(Message(backward_task[index], backward_task[producer], between))
+                edges.append(TaskEdge(backward_task[index], backward_task[producer], between))
     update, kept = _weights(problem, units, unit)
     for index, operator in enumerate(graph.operators):
         if not is_view(operator):
@@ -146,7 +148,7 @@ def placement_model(problem: Problem) -> PlacementModel:
         update,
         kept,
         np.array([topology.kind_of(device.index).memory_bytes for device in topology.devices], np.int64),
-        tuple(messages),
+        tuple(edges),
         space,
         unit_of,
     )

@@ -23,14 +23,14 @@ HALVES = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 ROUNDING = 1e-9
 
 # Bytes from which it counts, seconds there, seconds for each byte beyond.
-Segment = tuple[int, float, float]
+CurveSegment = tuple[int, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Measured seconds over bytes: line segments by the bytes from which each counts, ascending, the first from 0."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[CurveSegment, ...]
 
     @classmethod
     def line(cls, latency_s: float, s_per_byte: float) -> Curve:
@@ -47,7 +47,7 @@ class Curve:
         sizes = sorted(points, reverse=True)
         times = accumulate((points[size] for size in sizes), min)
         measured = list(zip(sizes, times, strict=True))[::-1]
-        segments: list[Segment] = [(0, measured[0][1], 0.0)]
+        segments: list[CurveSegment] = [(0, measured[0][1], 0.0)]
         for (size, time_s), (larger, longer_s) in pairwise(measured):
             segments.append((size, time_s, (longer_s - time_s) / (larger - size)))
         return cls(tuple(segments))
@@ -86,7 +86,7 @@ def cheapest(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[int, int]]]:
         if number == 0
         or any(curve.seconds(size) < least_s for size, least_s in zip(looked_at, first_s, strict=True))
     ]
-    segments: list[Segment] = []
+    segments: list[CurveSegment] = []
     which: list[tuple[int, int]] = []
     for start, end in zip(starts, [*starts[1:], inf], strict=True):
         lines = [(number, *curve.line_at(start)) for number, curve in rivals]

@@ -189,7 +189,7 @@ class Buckets(NamedTuple):
     counts: Array  # 0 buckets, 1 entries
 
 
-class Gathers(NamedTuple):
+class GatherArrays(NamedTuple):
     """Gathers of weights that are kept in shares: those of the forward in its order, then those of the backward.
 
     Pairs are of the forward and of the backward.
@@ -219,7 +219,7 @@ class Emission(NamedTuple):
     scratch: Scratch
     resource_sets: ResourceSets
     buckets: Buckets
-    gathers: Gathers
+    gathers: GatherArrays
     tasks: Tasks
 
 
@@ -307,7 +307,7 @@ class Step(NamedTuple):
     resource_sets: ResourceSets
     groups: Groups
     buckets: Buckets
-    gathers: Gathers
+    gathers: GatherArrays
 
 
 class Workload(NamedTuple):

@@ -6,7 +6,15 @@ import numpy as np
 
 from search.kernels.cache import entry, inner
 from search.kernels.fragments import cells_of, static_header
-from search.kernels.records import SHARED_WEIGHT, Array, Fragments, Gathers, GraphArrays, Groups, ResourceSets
+from search.kernels.records import (
+    SHARED_WEIGHT,
+    Array,
+    Fragments,
+    GatherArrays,
+    GraphArrays,
+    Groups,
+    ResourceSets,
+)
 
 
 @inner
@@ -16,7 +24,7 @@ def find_gathered_weights(
     arena: Array,
     operator_active: Array,
     groups: Groups,
-    gathers: Gathers,
+    gathers: GatherArrays,
 ) -> int:
     """Find before which operator each weight is needed first, forward and backward; return how many are gathered."""
     gathers.weight_2W[:] = -1
@@ -41,7 +49,7 @@ def find_gathers(
     arena: Array,
     operator_active: Array,
     groups: Groups,
-    gathers: Gathers,
+    gathers: GatherArrays,
     least_bytes: int,
 ) -> bool:
     """Find which weights are gathered before which operator, as `graph.plan` does; False where arrays are too short."""
@@ -99,7 +107,7 @@ def find_gathers(
 
 
 @inner
-def next_gathers(gathers: Gathers, side: int, operator: int) -> tuple[int, int]:
+def next_gathers(gathers: GatherArrays, side: int, operator: int) -> tuple[int, int]:
     """Return which gathers begin before an operator: those that the next one needs; before the first, its own too."""
     first, last = gathers.first_2O[side, operator], gathers.last_2O[side, operator]
     if first == last:

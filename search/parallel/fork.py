@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn, TextIO
 
 from graph.errors import UsageError
+from graph.texts import describe_exit
 
 # prctl(2): which signal this process gets when the one that forked it ends.
 _PR_SET_PDEATHSIG = 1
@@ -50,14 +51,7 @@ class ForkedProcess:
     def wait(self) -> str:
         """Wait for its end; return in words how it came."""
         _, status = os.waitpid(self.number, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if code >= 0:
-            return f"exited with code {code}"
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = str(-code)
-        return f"was ended by signal {name}" + (" (perhaps out of memory)" if name == "SIGKILL" else "")
+        return describe_exit(os.waitstatus_to_exitcode(status))
 
     def kill(self) -> None:
         """End it at once, unless it has ended."""

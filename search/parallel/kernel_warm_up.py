@@ -60,7 +60,7 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
     },
     "Derivation": {"again_2GD": _INTS_3D},
     "Workload": {"uniform_ns_2O": _INTS_2D, "exchange_2O": _INTS_2D},
-    "Gathers": {"first_2O": _INTS_2D, "last_2O": _INTS_2D, "weight_2W": _INTS_2D},
+    "GatherArrays": {"first_2O": _INTS_2D, "last_2O": _INTS_2D, "weight_2W": _INTS_2D},
     "Machines": {"update_s_D": _NUMBERS},
     "Routes": {"latency_s": _NUMBERS, "bandwidth": _NUMBERS, "is_used": _FLAGS},
     "ExchangeLinks": {

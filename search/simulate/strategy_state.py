@@ -23,7 +23,7 @@ from search.kernels.records import (
     Derivation,
     Emission,
     Fragments,
-    Gathers,
+    GatherArrays,
     Groups,
     Positions,
     ResourceSets,
@@ -460,11 +460,11 @@ def more_buckets(buckets: Buckets) -> Buckets:
     return new_buckets(2 * len(buckets.resource_set), 2 * len(buckets.entry_weight), len(buckets.filling))
 
 
-def new_gathers(layout: Layout, gathers: int) -> Gathers:
+def new_gathers(layout: Layout, gathers: int) -> GatherArrays:
     """Return room for that many gathers of weights."""
     wiring = layout.builder.store.wiring
     operators, devices = len(layout.configurations), len(layout.builder.topology.devices)
-    return Gathers(
+    return GatherArrays(
         resource_set=np.zeros(gathers, np.int64),
         size_bytes=np.zeros(gathers, np.int64),
         operator=np.zeros(gathers, np.int64),

@@ -34,7 +34,7 @@ class HeldCell:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldCells:
     """The cells of what is held, and whether none is in several places."""
 
     cells: tuple[HeldCell, ...]
@@ -59,7 +59,7 @@ class Holders:
 
     def clear(self) -> None:
         """Forget everything: the regions have other numbers now."""
-        self._held: dict[bytes, Held] = {}
+        self._held: dict[bytes, HeldCells] = {}
         self._covers: dict[tuple[int, ...], int] = {}
 
     def covered(self, codes: IntArray) -> IntArray:
@@ -135,7 +135,7 @@ class Holders:
         shared.sort(key=lambda part: part[0])
         return [SharedCell(members, count, partial(shape, region)) for region, members, count in shared]
 
-    def _hold(self, numbers: IntArray) -> Held:
+    def _hold(self, numbers: IntArray) -> HeldCells:
         """Return what is held where these distinct regions are, each at a place of its own."""
         key = numbers.tobytes()
         held = self._held.get(key)
@@ -144,7 +144,7 @@ class Holders:
             held_cells = []
             for cell in cells(region_at):
                 held_cells.append(HeldCell(cell.devices, cell.region, volume(cell.region)))
-            held = self._held[key] = Held(
+            held = self._held[key] = HeldCells(
                 tuple(held_cells), all(len(cell.places) == 1 for cell in held_cells)
             )
         return held

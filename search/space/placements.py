@@ -49,7 +49,7 @@ class Copied:
     axes: tuple[int, ...] | None
 
 
-Origin = Drawn | Copied
+ProposalOrigin = Drawn | Copied
 """Where a proposed configuration comes from."""
 
 

@@ -19,10 +19,10 @@ from app.services.costs.operator_costs import DatabaseCosts, cost_key_record
 from app.services.costs.packs import read_pack, shipped_packs
 from app.services.costs.profile import Measurer
 from app.services.progress import Progress
-from graph.calls import LocalCall, call_from_json
+from graph.calls import CostPhase, LocalCall, call_from_json
 from profiler.devices import cpu_devices
 from profiler.estimate import Observation
-from profiler.measure import Phase, phases
+from profiler.measure import phases
 from profiler.plausibility import CostFamilies
 from tests.app.conftest import Command
 from tests.profiler.examples import rectifier
@@ -104,7 +104,7 @@ def plant(store: Store, group: DeviceGroup, call: LocalCall, time_s: float) -> N
     store.put_op_costs(group.kind_id, group.environment_id, records)
 
 
-def stored(store: Store, group: DeviceGroup, call: LocalCall) -> dict[Phase, float | None]:
+def stored(store: Store, group: DeviceGroup, call: LocalCall) -> dict[CostPhase, float | None]:
     """Return the stored seconds of a call's phases."""
     medians = store.op_cost_medians(group.kind_id, group.environment_id, [call.digest])
     return {phase: time_s for (_, phase), time_s in medians.items()}

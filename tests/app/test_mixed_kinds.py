@@ -25,6 +25,7 @@ from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from search.algorithms import mcmc
+from search.problem import Problem
 from search.space import baselines
 
 MODEL = ModelRequest("mlp", "small", 8, str(Path.cwd()))
@@ -89,12 +90,8 @@ def profile_and_search(store: Store, devices: tuple[PhysicalDevice, ...]) -> Tar
         )
         assert slow_s > 2 * fast_s
         found = mcmc.search(
-            model.graph,
-            setting.topology,
-            setting.table,
-            training,
+            Problem(model.graph, setting.topology, setting.table, training, setting.target.link_costs),
             mcmc.SearchOptions(proposals=60, chains=3),
-            links=setting.target.link_costs,
         )
         assert found.step_time_s <= fast_s
     return target

@@ -186,10 +186,10 @@ def test_a_search_finds_a_measured_topology_by_its_name(command: Command, databa
     document = command("search", *options, "--topology", "wire", "--json").document
     assert (document["topology"], document["devices"]) == ("wire", 4)
     with Store.open(database) as store:
-        record = store.topology_by_digest(topology.digest)
-        assert record is not None
         (search,) = store.searches()
-        assert search.topology_id == record.id
+        record = store.topology(search.topology_id)
+        assert record is not None
+        assert record.digest == topology.digest
     shown = command("topology", "show", "wire", "--json").document
     assert {"p2p 0,1", "p2p 0,2", "all_reduce 0-3"} <= {fit["pattern"] for fit in shown["measured"]}
     assert {"name": "wire", "devices": 4, "nodes": 2, "kinds": ["core"]} in command(

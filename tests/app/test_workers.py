@@ -16,11 +16,12 @@ import numpy as np
 import psutil
 import pytest
 
-from app.db.records import DEEPEST_COPY, OpCostRecord, Phase
+from app.db.records import DEEPEST_COPY, OpCostRecord
 from app.db.store import Store
 from app.services.costs.machine import describe
 from app.services.costs.operator_costs import DatabaseCosts, OnMiss, cost_key_record
 from app.services.trace import recorder as recording
+from graph.calls import CostPhase
 from graph.errors import RuntimeFailure
 from graph.rules import flops
 from profiler.devices import available_devices
@@ -151,7 +152,7 @@ def test_what_a_copy_gives_out_is_kept_as_if_it_had_been_asked_here(tmp_path: Pa
     with Store.open(tmp_path / "costs.sqlite") as store:
         machine = describe(store, [available_devices("cpu")[0]])
         group = machine.groups[0]
-        phases: tuple[tuple[Phase, float], ...] = (("forward", 1e10), ("backward", 5e9))
+        phases: tuple[tuple[CostPhase, float], ...] = (("forward", 1e10), ("backward", 5e9))
         records = [
             OpCostRecord(cost_key_record(call), phase, *(flops(call) / rate,) * 3)
             for call in known

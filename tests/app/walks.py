@@ -23,6 +23,7 @@ from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from search.algorithms import mcmc
 from search.cost.cost_table import CostTable
+from search.problem import Problem
 from search.space.groups import find_groups
 from tests.app.db.samples import Scene
 from tests.search.builders import MadeUpCosts, devices, local_calls
@@ -105,15 +106,17 @@ def walk(
 
                 patch.setattr(mcmc.Chain, "bound_ns", bound_or_interrupt)
             return mcmc.search(
-                graph,
-                devices(device_count, contention=0.3),
-                CostTable(MadeUpCosts()),
-                Training(4),
+                Problem(
+                    graph,
+                    devices(device_count, contention=0.3),
+                    CostTable(MadeUpCosts()),
+                    Training(4),
+                    local_calls=local_calls,
+                ),
                 options,
                 known=known,
                 resumed=chains,
                 observer=recorder,
-                local_calls=local_calls,
                 workers=workers,
             )
 

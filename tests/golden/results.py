@@ -20,16 +20,17 @@ from typing import Any
 import numpy as np
 
 from graph.operators import OperatorGraph
-from graph.strategy import Strategy
+from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from search.algorithms.activation_checkpointing import everything
 from search.algorithms.mcmc import ProposalBatch, SearchOptions, search
 from search.algorithms.moves import shares_for
 from search.cost.cost_table import CostTable
 from search.orders import Order
+from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, fsdp, random_strategy, zero
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 from tests.search.builders import MadeUpCosts, cluster, random_anywhere
 
 FILE = Path(__file__).with_name("golden.json")
@@ -68,13 +69,21 @@ def strategies(graph: OperatorGraph) -> dict[str, Strategy]:
     }
 
 
+def digits(configuration: Configuration) -> str:
+    """Return a configuration as hexadecimal digits: number of degrees, degrees, devices, each little-endian."""
+    items = (len(configuration.degrees), *configuration.degrees, *configuration.devices)
+    return np.array(items, "<u4").tobytes().hex()
+
+
 @dataclass
 class Walked:
     """The proposals of a search, as it made them, and the names and digests of its starts."""
 
     texts: list[str] = field(default_factory=list)
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+    def on_start(
+        self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, ProposalOrigin] | None
+    ) -> None:
         """Keep where a chain begins."""
         self.texts.append(f"{chain} {name} {strategy.digest} {heads}")
 
@@ -84,7 +93,7 @@ class Walked:
             batch.chain.tolist(),
             batch.step.tolist(),
             batch.operator.tolist(),
-            [code.hex() for code in batch.configuration],
+            [digits(configuration) for configuration in batch.configurations],
             map(str, batch.origin),
             batch.simulated_ns.tolist(),
             batch.bound_ns.tolist(),
@@ -122,10 +131,7 @@ def results(name: str) -> Iterator[tuple[str, Any]]:
         # In program order alone a walk carries what is shared and what is made again.
         known = [chosen["fsdp"], chosen["recomputed"]] if order == "program" else [chosen["random"]]
         found = search(
-            graph,
-            topology,
-            CostTable(MadeUpCosts()),
-            TRAINING,
+            Problem(graph, topology, CostTable(MadeUpCosts()), TRAINING),
             replace(OPTIONS, order=order),
             known=known,
             observer=walked,

@@ -16,10 +16,11 @@ from profiler import clocks, exclusive
 from profiler.devices import available_devices
 from profiler.environment import environment
 from profiler.estimate import PhaseWork, roofline_s
-from profiler.kinds import cuda_kind_of, datasheet_kind
+from profiler.kinds import cuda_kind_of
 from profiler.process_groups import NCCL_VARIABLES
 from tests.app.commands import all_parameters
 from tests.gpu.virtual_device import IDLE_CLOCK_HZ, Virtual
+from tests.profiler.kinds import datasheet_kind
 
 
 def test_every_command_that_takes_a_device_takes_gpus() -> None:

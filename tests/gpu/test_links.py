@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from profiler.contention import measure_overlaps
 from profiler.devices import PhysicalDevice, available_devices
-from profiler.kinds import datasheet_kind
 from profiler.link_patterns import Pattern
 from profiler.link_worker import probe as send_probe
 from profiler.links import (
@@ -29,6 +28,7 @@ from profiler.rank_clock import RankClock
 from tests.gpu.conftest import forget_devices
 from tests.gpu.ranks import run_ranks
 from tests.gpu.virtual_device import Speeds, virtual_gpus
+from tests.profiler.kinds import datasheet_kind
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # The host takes six times as long to issue a kernel as the device takes to execute it.

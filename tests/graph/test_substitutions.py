@@ -10,7 +10,7 @@ from graph.substitutions import rewriting
 from graph.substitutions.rules import Rule, conditions, load_rules
 from graph.substitutions.terms import parse, subterms, type_of
 from graph.substitutions.types import parse_type
-from scripts.substitutions.execution import Setting
+from scripts.substitutions.execution import RandomInputs
 from scripts.substitutions.proofs import prove, reachable
 from scripts.substitutions.properties import PROPERTIES
 from scripts.substitutions.pruning import Candidate, canonical
@@ -64,7 +64,7 @@ def test_rules_name_properties_and_conditions_that_exist() -> None:
 
 def test_every_property_that_a_proof_used_holds_on_integers() -> None:
     """Instances that proofs reach from the sides of rules, hence on types as they occur in proofs."""
-    settings = (Setting({"k": 2, "m": 3}, 21), Setting({"k": 3, "m": 2}, 22))
+    settings = (RandomInputs({"k": 2, "m": 3}, 21), RandomInputs({"k": 3, "m": 2}, 22))
     tested: dict[str, int] = {}
     for rule in RULES:
         if all(tested.get(name, 0) >= 2 for name in rule.properties):

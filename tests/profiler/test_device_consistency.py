@@ -10,7 +10,7 @@ from profiler.device_consistency import (
     BOUNDS,
     ROUNDS,
     SLOW_SHARE,
-    Bound,
+    BoundBy,
     DeviceConsistency,
     compare,
     consistency_of,
@@ -21,7 +21,7 @@ from profiler.workers import WorkerPool
 from tests.profiler.examples import CrampedDevice, OccupiedDevice, as_device
 
 DEVICES = cpu_devices(4)
-Times = Mapping[PhysicalDevice, Mapping[Bound, float]]
+Times = Mapping[PhysicalDevice, Mapping[BoundBy, float]]
 
 
 def _round(*times: float, memory: tuple[float, ...] | None = None) -> Times:
@@ -32,7 +32,7 @@ def _round(*times: float, memory: tuple[float, ...] | None = None) -> Times:
     }
 
 
-def _slow(agreements: tuple[DeviceConsistency, ...]) -> dict[str, tuple[Bound, ...]]:
+def _slow(agreements: tuple[DeviceConsistency, ...]) -> dict[str, tuple[BoundBy, ...]]:
     return {one.device.label: one.slow_in for one in agreements if one.slow_in}
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph.errors import CostError, UsageError
+from graph.errors import UsageError
 from graph.topology import load_topology, packaged_topologies
 from profiler.devices import (
     PhysicalDevice,
@@ -20,9 +20,10 @@ from profiler.devices import (
     select_devices,
 )
 from profiler.environment import Environment, environment
-from profiler.kinds import RESERVED_BYTES, cpu_kind, cuda_kind_of, datasheet_kind, datasheet_kinds
+from profiler.kinds import RESERVED_BYTES, cpu_kind, cuda_kind_of, datasheet_kinds
 from profiler.pinning import child_variables, pin_to_core, started_with, usable_cores
 from profiler.processors import ProcessorFacts, core_fields, core_sort, frequency_hz, processor_name
+from tests.profiler.kinds import datasheet_kind
 
 GIB = 2**30
 
@@ -216,11 +217,6 @@ def test_unknown_gpu_keeps_its_name_and_gets_figures_from_its_properties() -> No
     assert kind.name == "Some GPU"
     assert kind.peak_flops_per_s("float32") == 10 * 128 * 2 * 1e9
     assert kind.memory_bandwidth_bytes_per_s == 2 * 1e9 * 256 / 8
-
-
-def test_unknown_data_sheet_is_named() -> None:
-    with pytest.raises(CostError, match=r"device kind Z80: no data sheet, known are .*H200-SXM5-141GB"):
-        datasheet_kind("Z80")
 
 
 def test_environment_is_stable_and_names_no_host() -> None:

@@ -20,7 +20,6 @@ from graph.errors import CostError, RuntimeFailure, UsageError
 from graph.topology import local_topology
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.fits import LinkFit, fit_link
-from profiler.kinds import datasheet_kind
 from profiler.link_patterns import (
     COLLECTIVE_PATTERNS,
     SUCCESSIVE,
@@ -55,6 +54,7 @@ from profiler.links import (
 )
 from profiler.others import OthersMeter
 from profiler.processes import DeviceProcess
+from tests.profiler.kinds import datasheet_kind
 
 # Computes on one core until it is ended.
 BUSY = """

@@ -15,9 +15,10 @@ import pytest
 
 from graph.calls import LocalCall
 from graph.errors import RuntimeFailure, UsageError
+from graph.texts import describe_exit
 from profiler.devices import available_devices, cpu_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions
-from profiler.pinning import can_pin, describe_exit, usable_cores
+from profiler.pinning import can_pin, usable_cores
 from profiler.updates import update_call
 from profiler.workers import CallResult, WorkerPool
 from tests.profiler.examples import impossible_matrix_product, long_matrix_product, matrix_product

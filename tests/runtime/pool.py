@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from graph.errors import RuntimeFailure
-from profiler.pinning import child_variables, describe_exit, end_with_parent, started_with, usable_cores
+from graph.texts import describe_exit
+from profiler.pinning import child_variables, end_with_parent, started_with, usable_cores
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import (
     PEER_GRACE_S,

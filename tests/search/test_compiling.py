@@ -338,6 +338,7 @@ EVERY_ORDER = """
 from search.parallel.kernel_warm_up import argument_types, needed_kernels
 from search.cost.cost_table import CostTable
 from search.algorithms.mcmc import SearchOptions, search
+from search.problem import Problem
 from search.simulate.simulator import simulate
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls
 from tests.search.test_mcmc import TRAINING
@@ -346,7 +347,7 @@ needed = []
 for order in ("program", "fifo", "priority"):
     needed += needed_kernels(order, ["mcmc"])
     options = SearchOptions(proposals=40, chains=2, seed=1, order=order)
-    found = search(graph, topology, table, TRAINING, options, local_calls=local_calls)
+    found = search(Problem(graph, topology, table, TRAINING, local_calls=local_calls), options)
     simulate(graph, found.strategy, topology, table, TRAINING, order=order, local_calls=local_calls)
 for kernel in needed:
     met = kernel.signatures

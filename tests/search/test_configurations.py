@@ -6,7 +6,6 @@ import numpy as np
 
 from graph.axes import tasks
 from graph.strategy import Configuration, check_configuration
-from search.algorithms.proposal_log import decode_configuration, encode_configuration
 from search.cost.calls_to_profile import calls_to_profile
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.configurations import enumerate_degrees, random_configuration
@@ -97,8 +96,3 @@ def test_expert_splits_fully_connected_layers_by_channel() -> None:
     assert by_name["first"] == Configuration((1, 4, 1, 1), (0, 1, 2, 3))
     assert by_name["relu"] == Configuration((1, 4, 1), (0, 1, 2, 3))
     assert by_name["window"] == Configuration((4, 1, 1), (0, 1, 2, 3))
-
-
-def test_configuration_codes_go_both_ways() -> None:
-    configuration = Configuration((2, 3, 1), (70_000, 1, 2, 3, 4, 5))
-    assert decode_configuration(encode_configuration(configuration)) == configuration

@@ -9,6 +9,7 @@ from graph.training import Training
 from search.algorithms.mcmc import SearchOptions, SearchResult, search
 from search.algorithms.moves import Moves, MoveShares, shares_for
 from search.cost.cost_table import CostTable
+from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import (
     FEW_DEVICES,
@@ -116,12 +117,14 @@ def test_many_devices_begin_at_data_parallelism_and_short_rows_each_once() -> No
 
 def run(seed: int, workers: int = 1) -> SearchResult:
     return search(
-        GRAPHS["two layers"],
-        devices(MANY),
-        CostTable(MadeUpCosts(1e-9)),
-        Training(144),
+        Problem(
+            GRAPHS["two layers"],
+            devices(MANY),
+            CostTable(MadeUpCosts(1e-9)),
+            Training(144),
+            local_calls=local_calls,
+        ),
         SearchOptions(proposals=120, chains=3, seed=seed, shares=shares_for(MANY)),
-        local_calls=local_calls,
         workers=workers,
     )
 

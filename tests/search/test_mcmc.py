@@ -21,15 +21,15 @@ from search.algorithms.mcmc import (
     SearchOptions,
     SearchResult,
     accepts,
-    decode_configuration,
     search,
 )
 from search.cost.cost_table import CostTable, OperatorCost
+from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import data_parallel
 from search.space.groups import find_groups, follow
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 from tests.search.builders import GraphBuilder, MadeUpCosts, branches, devices, local_calls, two_layers
 
 TRAINING = Training(4)
@@ -48,10 +48,12 @@ class Record:
     """An observer that keeps all."""
 
     batches: list[ProposalBatch] = field(default_factory=list)
-    starts: list[tuple[int, str, Strategy, Mapping[int, Origin] | None]] = field(default_factory=list)
+    starts: list[tuple[int, str, Strategy, Mapping[int, ProposalOrigin] | None]] = field(default_factory=list)
     told: list[tuple[int, int, float]] = field(default_factory=list)
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+    def on_start(
+        self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, ProposalOrigin] | None
+    ) -> None:
         self.starts.append((chain, name, strategy, heads))
 
     def on_proposals(self, batch: ProposalBatch) -> None:
@@ -68,13 +70,11 @@ def run(
     graph: OperatorGraph, count: int, options: SearchOptions, observer: Record | None = None
 ) -> SearchResult:
     return search(
-        graph,
-        devices(count, contention=0.3),
-        CostTable(MadeUpCosts()),
-        TRAINING,
+        Problem(
+            graph, devices(count, contention=0.3), CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls
+        ),
         options,
         observer=observer,
-        local_calls=local_calls,
     )
 
 
@@ -150,19 +150,19 @@ def test_replaying_the_accepted_proposals_gives_every_simulated_time() -> None:
     graph = branches()
     record = Record()
     run(graph, 4, SearchOptions(proposals=150, chains=1, seed=2, beta=50), record)
-    codes = [code for batch in record.batches for code in batch.configuration]
+    configurations = [configuration for batch in record.batches for configuration in batch.configurations]
     groups = {group.head: group for group in find_groups(graph)}
     builder = TaskGraphBuilder(
         graph, devices(4, contention=0.3), CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls
     )
     layout = builder.layout(data_parallel(graph, 4))
-    assert len(codes) == 150
+    assert len(configurations) == 150
     assert any(batch.others for batch in record.batches)
     names = ("simulated_ns", "bound_ns", "accepted")
     others = [batch.others.get(place, ()) for batch in record.batches for place in range(len(batch))]
-    columns = (record.column("operator"), codes, others, *(record.column(name) for name in names))
-    for head, code, further, simulated_ns, bound_ns, accepted in zip(*columns, strict=True):
-        changed = follow(groups[head], decode_configuration(code))
+    columns = (record.column("operator"), configurations, others, *(record.column(name) for name in names))
+    for head, configuration, further, simulated_ns, bound_ns, accepted in zip(*columns, strict=True):
+        changed = follow(groups[head], configuration)
         for part in further:
             for other in part.heads:
                 changed |= follow(groups[other], part.configuration)
@@ -215,13 +215,15 @@ def test_memory_comes_before_time() -> None:
 
 def searched_with_memory(memory_bytes: int) -> SearchResult:
     return search(
-        two_layers(samples=64),
-        devices(4, memory_bytes=memory_bytes),
-        CostTable(MadeUpCosts()),
-        TRAINING,
+        Problem(
+            two_layers(samples=64),
+            devices(4, memory_bytes=memory_bytes),
+            CostTable(MadeUpCosts()),
+            TRAINING,
+            local_calls=local_calls,
+        ),
         SearchOptions(proposals=600, chains=2, seed=1),
         starts=[Strategy(two_layers(samples=64).digest, single_device_configurations())],
-        local_calls=local_calls,
     )
 
 
@@ -248,19 +250,15 @@ def test_a_missing_cost_is_named() -> None:
             return [None for _ in super().resolve(calls, kind_name)]
 
     with pytest.raises(CostError, match=r"aten\.linear\.default .* not measured on made-up"):
-        search(two_layers(), devices(2), CostTable(Nothing()), TRAINING, local_calls=local_calls)
+        search(Problem(two_layers(), devices(2), CostTable(Nothing()), TRAINING, local_calls=local_calls))
 
 
 def test_an_illegal_start_is_refused() -> None:
     graph = two_layers()
     with pytest.raises(StrategyError, match="device 2 is not there"):
         search(
-            graph,
-            devices(2),
-            CostTable(MadeUpCosts()),
-            TRAINING,
+            Problem(graph, devices(2), CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls),
             starts=[data_parallel(graph, 4)],
-            local_calls=local_calls,
         )
 
 

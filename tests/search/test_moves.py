@@ -14,7 +14,7 @@ from search.space.baselines import data_parallel, random_strategy
 from search.space.configurations import configured
 from search.space.groups import follow
 from search.space.neighbours import like_groups, sharing_groups
-from search.space.placements import Drawn, Origin
+from search.space.placements import Drawn, ProposalOrigin
 from tests.search.builders import branches, random_anywhere, statistics, unrolled
 
 DEVICES = 6
@@ -48,7 +48,7 @@ def walk(graph: OperatorGraph, shares: MoveShares, count: int) -> list[tuple[lis
     return found
 
 
-def parts(move: Move) -> list[tuple[int, Configuration, Origin]]:
+def parts(move: Move) -> list[tuple[int, Configuration, ProposalOrigin]]:
     others = [(head, part.configuration, part.origin) for part in move.others for head in part.heads]
     return [(move.head, move.configuration, move.origin), *others]
 

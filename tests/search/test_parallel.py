@@ -24,6 +24,7 @@ from search.algorithms.mcmc import Chain, SearchOptions, SearchResult, search
 from search.algorithms.proposal_log import Observer
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.parallel import fork
+from search.problem import Problem
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, unrolled
 from tests.search.test_mcmc import TRAINING, Record
 
@@ -72,13 +73,15 @@ def run(
     **more: Any,
 ) -> SearchResult:
     return search(
-        graph,
-        devices(4, contention=0.3),
-        CostTable(costs if costs is not None else MadeUpCosts()),
-        TRAINING,
+        Problem(
+            graph,
+            devices(4, contention=0.3),
+            CostTable(costs if costs is not None else MadeUpCosts()),
+            TRAINING,
+            local_calls=local_calls,
+        ),
         options,
         observer=observer,
-        local_calls=local_calls,
         workers=workers,
         **more,
     )

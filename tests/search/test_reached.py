@@ -100,7 +100,7 @@ def optimum_ns(name: str) -> int:
 def reached_ns(name: str, seed: int) -> int:
     one = problem(name)
     options = SearchOptions(proposals=PROPOSALS[name], chains=CHAINS[name], seed=seed, beta=BETA)
-    result = search(one.graph, one.topology, one.costs, one.training, options, local_calls=one.local_calls)
+    result = search(one, options)
     return round(result.step_time_s * 1e9)
 
 

@@ -178,10 +178,8 @@ def test_a_walk_makes_again_what_its_start_does() -> None:
     graph, machines = GRAPHS["unrolled"], TOPOLOGIES["one node"]
     start = replace(data_parallel(graph, 3), recomputation=blocks(graph, 3))
     options = SearchOptions(proposals=60, chains=1, polish_proposals=20)
-    found = search(
-        graph, machines, CostTable(MadeUpCosts()), TRAINING, options, starts=(start,), links=LINKS,
-        local_calls=local_calls,
-    )  # fmt: skip
+    problem = Problem(graph, machines, CostTable(MadeUpCosts()), TRAINING, LINKS, local_calls)
+    found = search(problem, options, starts=(start,))
     assert found.strategy.recomputation == start.recomputation
     assert all(chain.strategy.recomputation == start.recomputation for chain in found.chains)
     assert simulation_of(graph, found.strategy, machines).step_time_s == found.step_time_s

@@ -180,10 +180,8 @@ def test_a_walk_keeps_what_its_start_shares() -> None:
     graph, machines = GRAPHS["unrolled"], TOPOLOGIES["one node"]
     start = sharded(data_parallel(graph, 3), graph, np.random.default_rng(1))
     options = SearchOptions(proposals=60, chains=1, polish_proposals=20)
-    found = search(
-        graph, machines, CostTable(MadeUpCosts()), TRAINING, options, starts=(start,), links=LINKS,
-        local_calls=local_calls,
-    )  # fmt: skip
+    problem = Problem(graph, machines, CostTable(MadeUpCosts()), TRAINING, LINKS, local_calls)
+    found = search(problem, options, starts=(start,))
     assert found.strategy.sharding == start.sharding
     assert all(chain.strategy.sharding == start.sharding for chain in found.chains)
     simulated = simulate(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graph.calls import LocalCall
+from graph.calls import CostPhase, LocalCall
 from graph.operators import OperatorGraph
 from graph.rules import first_call, local_calls
 from graph.rules.least import LeastWork, WorkPhase, least_work
@@ -16,7 +16,7 @@ from graph.strategy import Strategy
 from graph.topology import DeviceKind
 from graph.training import Training
 from profiler.estimate import Estimator, Observation, roofline_s, work_of
-from profiler.measure import Phase, phases
+from profiler.measure import phases
 from profiler.updates import update_call, update_s_per_element
 from search.bounds import lower_bound
 from search.cost.cost_table import CostTable, OperatorCost, Origin
@@ -39,7 +39,7 @@ class Estimated:
         self.measured = {(one.call.digest, one.phase): one.time_s for one in observations}
         self.estimator = Estimator.fit(kind, observations)
 
-    def _time_s(self, call: LocalCall, phase: Phase) -> float:
+    def _time_s(self, call: LocalCall, phase: CostPhase) -> float:
         known = self.measured.get((call.digest, phase))
         return self.estimator.estimate(call, phase).time_s if known is None else known
 

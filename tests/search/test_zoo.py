@@ -12,6 +12,7 @@ from search.algorithms.mcmc import SearchOptions, search
 from search.cost.calls_to_profile import calls_to_profile
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
+from search.problem import Problem
 from search.simulate.task_graph import build_task_graph
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.configurations import enumerate_degrees
@@ -118,6 +119,8 @@ def test_a_search_on_two_devices_needs_no_more_calls_than_were_named(name: str) 
     graph = imported(name)
     named = {call.digest for call in calls_to_profile(graph, 2)}
     source = MadeUpCosts(1e-9)
-    result = search(graph, devices(2), CostTable(source), TRAINING, SearchOptions(proposals=300, seed=4))
+    result = search(
+        Problem(graph, devices(2), CostTable(source), TRAINING), SearchOptions(proposals=300, seed=4)
+    )
     assert {digest for digest, _ in source.asked} <= named
     assert result.step_time_s <= min(chain.initial_s for chain in result.chains)

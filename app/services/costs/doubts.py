@@ -20,12 +20,11 @@ from app.db.records import utc_now
 from app.db.store import Store
 from app.services.costs.machine import DeviceGroup
 from app.services.costs.operator_costs import observation_of, shapes
-from graph.calls import LocalCall
+from graph.calls import CostPhase, LocalCall
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from profiler.measure import Phase
     from profiler.plausibility import UnlikelyCost
 
 # So often a cost is measured again at most: a machine may be busy once more.
@@ -43,7 +42,7 @@ class Doubts:
         self._store = store
         self._group = group
         self._families = CostFamilies(group.kind)
-        self._moments: dict[tuple[str, Phase], datetime] = {}
+        self._moments: dict[tuple[str, CostPhase], datetime] = {}
         self._asked: set[str] = set()
 
     def settle(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.jobs.job import Job, JobResult, run_job
 from runtime.jobs.models import ModelReference
-from runtime.observe.spans import WEIGHT_GRADIENTS, Recorded
+from runtime.observe.spans import WEIGHT_GRADIENTS, RecordedSteps
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -106,7 +106,7 @@ def exchange_s(split: JobResult, whole: JobResult) -> float:
     return max(0.0, more_s - statistics.median(_besides_operators_s(whole.recorded))) / EXCHANGES
 
 
-def _besides_operators_s(recorded: Recorded) -> list[float]:
+def _besides_operators_s(recorded: RecordedSteps) -> list[float]:
     """Return, for each step, the mean over the ranks of the time that exchanges and autograd take."""
     return [
         statistics.mean(

@@ -8,10 +8,10 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from app.db.records import CostKeyRecord, OpCostRecord, Phase
+from app.db.records import CostKeyRecord, OpCostRecord
 from app.db.store import Store
 from app.services.costs.precisions import environments_of
-from graph.calls import LocalCall, call_from_json
+from graph.calls import CostPhase, LocalCall, call_from_json
 from graph.canonical import digest
 from graph.errors import CostError
 from graph.topology import DeviceKind
@@ -116,9 +116,9 @@ class DatabaseCosts:
         self._kind_id = kind_id
         self._on_miss = on_miss
         self._measure = measure
-        self._measured: dict[tuple[str, Phase], float] = {}
-        self._launches: dict[tuple[str, Phase], float] = {}
-        self._usual_launches: dict[Phase, float] = {}
+        self._measured: dict[tuple[str, CostPhase], float] = {}
+        self._launches: dict[tuple[str, CostPhase], float] = {}
+        self._usual_launches: dict[CostPhase, float] = {}
         self._failed: set[str] = set()
         self._least_measured_s = float("inf")
         self._estimator: Estimator | None = None
@@ -269,13 +269,13 @@ class DatabaseCosts:
         """
         from profiler.measure import phases
 
-        launches: dict[Phase, float] = {
+        launches: dict[CostPhase, float] = {
             phase: self._launches.get((call.digest, phase), self._usual_launch_s(phase))
             for phase in phases(call)
         }
         return launches.get("forward", 0.0), launches.get("backward", 0.0)
 
-    def _usual_launch_s(self, phase: Phase) -> float:
+    def _usual_launch_s(self, phase: CostPhase) -> float:
         if phase not in self._usual_launches:
             of_phase = [time_s for (_, other), time_s in self._launches.items() if other == phase]
             self._usual_launches[phase] = median(of_phase) if of_phase else 0.0

@@ -22,7 +22,7 @@ from search.algorithms.algorithm import AlgorithmContext, AlgorithmResult
 from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
 from search.parallel.fork import can_fork
 from search.space.groups import find_groups
-from search.space.placements import Origin
+from search.space.placements import ProposalOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,9 @@ class ProgressObserver:
     def __init__(self, progress: Progress, text: str) -> None:
         self._bar = WalkBar(progress, text)
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+    def on_start(
+        self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, ProposalOrigin] | None
+    ) -> None:
         """Ignore the start of a chain."""
 
     def on_proposals(self, batch: ProposalBatch) -> None:

@@ -36,7 +36,7 @@ from runtime.observe.spans import MESSAGE, TimedCommunication
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from runtime.observe.spans import Communications, Recorded
+    from runtime.observe.spans import Communications, RecordedSteps
 
 # Columns that earlier versions did not write.
 _ADDED = ("operation", "ranks")
@@ -60,7 +60,7 @@ class Recording:
 def write_recording(
     store: Store,
     execution: ExecutionRecord,
-    recorded: Recorded,
+    recorded: RecordedSteps,
     communications: Communications = (),
     topology: Topology | None = None,
 ) -> Path:
@@ -98,7 +98,7 @@ def write_recording(
     return path
 
 
-def _span_rows(recorded: Recorded) -> Iterator[tuple[Any, ...]]:
+def _span_rows(recorded: RecordedSteps) -> Iterator[tuple[Any, ...]]:
     for step, ranks in enumerate(recorded):
         for rank, spans in enumerate(ranks):
             for span in spans:

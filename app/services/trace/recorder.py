@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.db.records import DEEPEST_COPY, SearchOutcome
-from app.db.rows import EntryRow, Family, Others, ProposalRows, StartEntry
+from app.db.rows import EntryRow, Others, PlacementFamily, ProposalRows, StartEntry
 from app.db.trace import ProposalTrace
 from app.services.progress import Progress
 from graph.axes import Degrees
@@ -26,10 +26,15 @@ from graph.strategy import Configuration, Strategy
 from search.algorithms.moves import Part, keeps_order
 from search.algorithms.proposal_log import ChainSnapshot
 from search.space.groups import Group, Member, follow
-from search.space.placements import Drawn, Origin, Permuted, recognized
+from search.space.placements import Drawn, Permuted, ProposalOrigin, recognized
 
 if TYPE_CHECKING:
     from search.algorithms import mcmc
+
+# Start, stride, seed, base, axes and devices of a `ConfigurationEntry`, of which its family has some.
+DeviceColumns = tuple[
+    int | None, int | None, int | None, int | None, tuple[int, ...] | None, tuple[int, ...] | None
+]
 
 MOST_KNOWN = 1 << 17
 """Codes that are kept in memory, to be used again."""
@@ -110,7 +115,7 @@ class Codes:
 
     def _of(
         self,
-        origin: Origin,
+        origin: ProposalOrigin,
         configuration: Configuration,
         current: Mapping[int, int],
         given: Mapping[int, int],
@@ -130,13 +135,15 @@ class Codes:
             seed = placement.seed
             code = self._known.get((degrees, seed))
             if code is None:
-                code = self._new((degrees, seed), "permuted", degrees, None, None, seed)
+                code = self._new((degrees, seed), "permuted", degrees, (None, None, seed, None, None, None))
                 self._drawn[code] = drawn
             return code
         start, stride = placement.start, placement.stride
         code = self._known.get((degrees, start, stride))
         if code is None:
-            code = self._new((degrees, start, stride), "strided", degrees, start, stride)
+            code = self._new(
+                (degrees, start, stride), "strided", degrees, (start, stride, None, None, None, None)
+            )
             self._drawn[code] = drawn
         return code
 
@@ -157,7 +164,7 @@ class Codes:
         depth = self._depth_of(base) + 1
         if depth > DEEPEST_COPY:
             return self.of_listed(configuration)
-        code = self._new((base, axes), "copied", configuration.degrees, None, None, None, base, axes)
+        code = self._new((base, axes), "copied", configuration.degrees, (None, None, None, base, axes, None))
         self._depth[code] = depth
         return code
 
@@ -172,20 +179,12 @@ class Codes:
             return self.of_drawn(Drawn(degrees, placement))
         key = ("listed", degrees, devices)
         code = self._known.get(key)
-        return code if code is not None else self._new(key, "listed", degrees, devices=devices)
+        if code is None:
+            code = self._new(key, "listed", degrees, (None, None, None, None, None, devices))
+        return code
 
-    def _new(
-        self,
-        key: Any,
-        family: Family,
-        degrees: Degrees,
-        start: int | None = None,
-        stride: int | None = None,
-        seed: int | None = None,
-        base: int | None = None,
-        axes: tuple[int, ...] | None = None,
-        devices: tuple[int, ...] | None = None,
-    ) -> int:
+    def _new(self, key: Any, family: PlacementFamily, degrees: Degrees, devices: DeviceColumns) -> int:
+        """Return a new code, and make its entry."""
         code = self._next
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
@@ -194,9 +193,7 @@ class Codes:
             self._since = code
         self._next = code + 1
         self._known[key] = code
-        self._rows.append(
-            (code, family, self._device_count, degrees, start, stride, seed, base, axes, devices)
-        )
+        self._rows.append((code, family, self._device_count, degrees, *devices))
         return code
 
 
@@ -212,7 +209,7 @@ class TraceRecorder:
         name: str,
         *,
         resumed: Mapping[int, Mapping[int, int]] | None = None,
-        recorded: Recorded | None = None,
+        recorded: RecordedProposals | None = None,
         first_code: int = 0,
     ) -> None:
         """Begin; of a search that is resumed, `resumed` holds the codes of every chain's heads where it goes on.
@@ -224,10 +221,12 @@ class TraceRecorder:
         self._codes = Codes(device_count, first_code)
         # By chain: the codes of its heads.
         self._current = {chain: dict(codes) for chain, codes in (resumed or {}).items()}
-        self._recorded = recorded or Recorded({})
+        self._recorded = recorded or RecordedProposals({})
         self._bar = WalkBar(progress, f"searching {name}")
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+    def on_start(
+        self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, ProposalOrigin] | None
+    ) -> None:
         """Store where a chain begins: every head, and every operator that does not follow its head."""
         entries = []
         codes: dict[int, int] = {}
@@ -306,7 +305,7 @@ class WalkBar:
         self._shown = proposals
 
 
-class Recorded:
+class RecordedProposals:
     """Proposals that a trace holds after the snapshot of a resumed chain, by chain and step."""
 
     def __init__(self, rows: Mapping[tuple[int, int], tuple[int, int, bool]]) -> None:

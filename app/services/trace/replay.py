@@ -23,7 +23,7 @@ from app.db.reading import reading
 from app.db.records import GraphRecord, SearchRecord, StrategyRecord, TraceKind
 from app.db.references import required
 from app.db.store import Store
-from app.services.trace.recorder import Recorded, groups_of, snapshots_of
+from app.services.trace.recorder import RecordedProposals, groups_of, snapshots_of
 from graph.axes import tasks
 from graph.canonical import canonical_json
 from graph.errors import UsageError
@@ -194,7 +194,7 @@ class TraceReader:
         return simulated_ns
 
     @_interpreting
-    def recorded_after(self, steps: Mapping[int, int]) -> Recorded:
+    def recorded_after(self, steps: Mapping[int, int]) -> RecordedProposals:
         """Return the proposals of all chains after given steps."""
         columns = ["chain", "step", "operator", "simulated_ns", "accepted"]
         rows: dict[tuple[int, int], tuple[int, int, bool]] = {}
@@ -209,7 +209,7 @@ class TraceReader:
                     rows[chain, step] = (operator, -1 if time_ns is None else time_ns, accepted)
             if len(rows) == before:
                 break
-        return Recorded(rows)
+        return RecordedProposals(rows)
 
     @_interpreting
     def decode(self, codes: Iterable[int]) -> dict[int, Configuration]:

@@ -12,7 +12,6 @@ from app.db.records import (
     ExecutionRecord,
     GraphRecord,
     OpCostRecord,
-    Phase,
     SearchRecord,
     SimulationRecord,
     StrategyRecord,
@@ -21,6 +20,7 @@ from app.db.records import (
     TrainingRecord,
 )
 from app.db.store import Store
+from graph.calls import CostPhase
 from graph.canonical import canonical_json, digest
 from graph.training import Training
 
@@ -44,7 +44,7 @@ def cost_key(number: int) -> CostKeyRecord:
     )
 
 
-def op_cost(number: int, *, phase: Phase = "forward", time_s: float = 0.5, at: int = 0) -> OpCostRecord:
+def op_cost(number: int, *, phase: CostPhase = "forward", time_s: float = 0.5, at: int = 0) -> OpCostRecord:
     """Return a measured cost of `cost_key(number)`."""
     return OpCostRecord(
         cost_key=cost_key(number),

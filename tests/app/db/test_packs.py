@@ -13,12 +13,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from app.db.records import LinkCostRecord, LinkFitRecord, OpCostRecord, Phase
+from app.db.records import LinkCostRecord, LinkFitRecord, OpCostRecord
 from app.db.store import Store
 from app.services.costs import packs
 from app.services.costs.operator_costs import cost_key_record
 from app.services.costs.packs import PackCounts, PackGroup, merge_pack, read_pack, stored_groups, write_pack
-from graph.calls import LocalCall
+from graph.calls import CostPhase, LocalCall
 from graph.errors import UsageError
 from graph.operators import Slot, TensorSpec
 from profiler.updates import update_call
@@ -32,7 +32,7 @@ def call(size: int) -> LocalCall:
     return LocalCall("aten.mm.default", arguments, (spec, spec), (spec,), (True, True))
 
 
-def cost(size: int, phase: Phase, generator: random.Random, at: int) -> OpCostRecord:
+def cost(size: int, phase: CostPhase, generator: random.Random, at: int) -> OpCostRecord:
     times = sorted(generator.uniform(1e-6, 1e-2) for _ in range(5))
     cost_key = cost_key_record(update_call("sgd") if phase == "update" else call(size))
     if generator.random() < 0.2:
@@ -54,7 +54,7 @@ def fill(store: Store, seed: int) -> None:
         for number in (1, 2):
             environment = store.put_environment(samples.environment(number))
             chosen = generator.sample(range(1, 40), 12)
-            phases: list[Phase] = ["forward", "backward"]
+            phases: list[CostPhase] = ["forward", "backward"]
             costs = [
                 cost(size, phase, generator, generator.randint(0, 99)) for size in chosen for phase in phases
             ]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.db.records import LinkCostRecord, LinkFitRecord, OpCostRecord, Phase
+from app.db.records import LinkCostRecord, LinkFitRecord, OpCostRecord
 from app.db.store import Store
+from graph.calls import CostPhase
 from graph.errors import DatabaseError
 from tests.app.db import samples
 
@@ -116,7 +117,7 @@ def test_medians_are_those_of_the_costs(store: Store) -> None:
     assert store.op_cost_medians(kind, None)[samples.cost_key(9).digest, "forward"] is None
 
 
-_PHASES: list[Phase] = ["forward", "backward", "update"]
+_PHASES: list[CostPhase] = ["forward", "backward", "update"]
 
 
 # One store for all examples: each has an environment of its own.
@@ -132,11 +133,11 @@ _PHASES: list[Phase] = ["forward", "backward", "update"]
     data=st.data(),
 )
 def test_the_newer_cost_stays_whatever_the_order(
-    store: Store, batches: list[list[tuple[int, Phase, int, float]]], data: st.DataObject
+    store: Store, batches: list[list[tuple[int, CostPhase, int, float]]], data: st.DataObject
 ) -> None:
     kind = store.put_device_kind(samples.device_kind())
     environment = store.put_environment(samples.environment(store.table_counts()["environments"]))
-    expected: dict[tuple[str, Phase], tuple[int, float]] = {}
+    expected: dict[tuple[str, CostPhase], tuple[int, float]] = {}
     for batch in batches:
         costs = [samples.op_cost(n, phase=phase, time_s=time_s, at=at) for n, phase, at, time_s in batch]
         store.put_op_costs(kind, environment, costs)

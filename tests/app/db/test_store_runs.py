@@ -18,13 +18,13 @@ def test_documents_are_one_row_each(store: Store) -> None:
     assert Scene.stored(store) == scene
     graph = store.graph_by_digest(samples.graph().digest)
     assert graph == store.graph(scene.graph_id) == replace(samples.graph(), id=scene.graph_id)
-    topology = store.topology_by_digest(samples.topology().digest)
-    assert topology == store.topology(scene.topology_id) == replace(samples.topology(), id=scene.topology_id)
-    training = store.training_by_digest(samples.training().digest)
-    assert training == store.training(scene.training_id) == replace(samples.training(), id=scene.training_id)
+    topology = store.topology(scene.topology_id)
+    assert topology == replace(samples.topology(), id=scene.topology_id)
+    training = store.training(scene.training_id)
+    assert training == replace(samples.training(), id=scene.training_id)
     assert store.graphs() == [graph]
     assert store.topologies() == [topology]
-    for missing in (store.graph(99), store.topology_by_digest("none"), store.training(99)):
+    for missing in (store.graph(99), store.topology(99), store.training(99)):
         assert missing is None
 
 
