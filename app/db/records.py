@@ -32,6 +32,8 @@ StrategySource = Literal[
     "megatron",
     "operator-placement",
     "stanza",
+    "hugectr",
+    "insightface",
     "zero",
     "fsdp",
     "mesh",
