@@ -41,7 +41,9 @@ def run(
             "--strategy",
             help="best, data-parallel, zero (data parallel with shared optimizer state), fsdp (with shared weights, "
             "too), expert, single-device, megatron, megatron-4 (tensor parallel on 4 devices, data parallel over the "
-            "rest), 3d-2x2x2 (data, tensor and pipeline parallel), a strategy's id or digest, or a JSON file.",
+            "rest), hugectr-localized, hugectr-distributed (embedding tables model parallel), insightface "
+            "(classifiers by classes), 3d-2x2x2 (data, tensor and pipeline parallel), a strategy's id or digest, or a "
+            "JSON file.",
         ),
     ] = "best",
     gpus: options.Gpus = None,

@@ -30,6 +30,8 @@ StrategySource = Literal[
     "megatron",
     "operator-placement",
     "stanza",
+    "hugectr",
+    "insightface",
     "zero",
     "fsdp",
     "mesh",

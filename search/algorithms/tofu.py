@@ -13,9 +13,13 @@ that. So the same axes cost no less in a later recursion than in an earlier one,
 recursion to the next as long as no operator runs out of axes. One that has none left to split is replicated; one that
 shares no axis with its head runs whole, and counts as if it did so in every group.
 
+So the sum over recursions is above the bytes of the whole partition, and the least sum need not have the fewest. Of a
+graph of few groups each recursion keeps several of the least sums so far (a beam), and of the partitions that they end
+in the one is taken of which the simulator counts the fewest bytes.
+
 Source: Tofu (Wang et al., EuroSys 2019, arXiv:1807.08887), sections 4 and 5. Tofu stores weights in parts, which are
 fetched and whose gradients are summed; that moves as many bytes as our all-reduces. Its dynamic program goes along a
-chain of coarsened operators, ours (`search.bounds.elimination`) through any graph.
+chain of coarsened operators, ours (`search.bounds.elimination`) through any graph. The beam is ours.
 """
 
 from __future__ import annotations
@@ -34,9 +38,12 @@ from graph.errors import UsageError
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
-from search.algorithms.best_tracker import simulated
-from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
+from search.algorithms.best_tracker import builder_of
+from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, smallest
+from search.orders import Order
 from search.problem import Array, Problem
+from search.simulate.simulator import Simulation, simulate_tasks
+from search.simulate.task_graph import TaskGraphBuilder
 from search.space.groups import NO_AXIS, Group, carried, find_groups, following
 
 
@@ -50,6 +57,11 @@ class Unsplit(Enum):
 
 # The dim that is split and, of a dim that is a product, the elements of the factors before; else one of `Unsplit`.
 TensorSplit = tuple[int, int] | Unsplit
+
+
+# Sums that a recursion keeps, of a graph of at most so many groups: each sum takes an elimination a group.
+BEAM = 16
+BEAM_GROUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ class Partition:
     @property
     def moved_bytes(self) -> int:
         """Bytes of all recursions."""
-        return sum(recursion.moved_bytes for recursion in self.recursions)
+        return _moved_bytes(self.recursions)
 
 
 def tofu(graph: OperatorGraph, device_count: int, *, limit: int = LARGEST_TABLE) -> Partition:
@@ -80,19 +92,50 @@ def tofu(graph: OperatorGraph, device_count: int, *, limit: int = LARGEST_TABLE)
     Raises:
         UsageError: the core that the eliminations leave is too large to be enumerated.
     """
+    return partitions(graph, device_count, beam=1, limit=limit)[0]
+
+
+def partitions(
+    graph: OperatorGraph, device_count: int, *, beam: int, limit: int = LARGEST_TABLE
+) -> list[Partition]:
+    """Return partitions over all devices, each strategy once: Tofu's, then those of the least sums over recursions.
+
+    Args:
+        graph: whose operators are split.
+        device_count: of which the prime factors are the recursions.
+        beam: how many sums each recursion keeps, and so at most how many partitions there are. With 1 each recursion
+            moves the fewest bytes, as in Tofu.
+        limit: entries of the largest table.
+
+    Raises:
+        UsageError: the core that the eliminations leave is too large to be enumerated.
+    """
     groups = find_groups(graph)
-    degrees = [(1,) * len(graph.operators[group.head].space.axes) for group in groups]
-    recursions: list[Recursion] = []
+    ones = [(1,) * len(graph.operators[group.head].space.axes) for group in groups]
+    kept: list[tuple[list[Degrees], tuple[Recursion, ...]]] = [(ones, ())]
     for parts in _prime_factors(device_count):
-        bisection = Bisection(graph, groups, degrees, parts)
-        recursion = bisection.least(limit)
-        degrees = list(map(bisection.split, degrees, recursion.axes))
-        recursions.append(recursion)
-    heads = [
-        Configuration(degrees[number], _devices(degrees[number], number, recursions))
-        for number in range(len(groups))
-    ]
-    return Partition(following(graph, zip(groups, heads, strict=True)), tuple(recursions))
+        further = []
+        for degrees, recursions in kept:
+            bisection = Bisection(graph, groups, degrees, parts)
+            for recursion in bisection.several(beam, limit):
+                split = list(map(bisection.split, degrees, recursion.axes))
+                further.append((split, (*recursions, recursion)))
+        # The first one follows those that are each the least.
+        others = sorted(further[1:], key=lambda state: _moved_bytes(state[1]))
+        kept = [further[0], *others[: beam - 1]]
+    found: dict[Strategy, Partition] = {}
+    for degrees, recursions in kept:
+        heads = [
+            Configuration(degrees[number], _devices(degrees[number], number, recursions))
+            for number in range(len(groups))
+        ]
+        strategy = following(graph, zip(groups, heads, strict=True))
+        found.setdefault(strategy, Partition(strategy, recursions))
+    return list(found.values())
+
+
+def _moved_bytes(recursions: Sequence[Recursion]) -> int:
+    return sum(recursion.moved_bytes for recursion in recursions)
 
 
 def _prime_factors(count: int) -> Iterator[int]:
@@ -160,15 +203,30 @@ class Bisection:
         Raises:
             UsageError: the core that the eliminations leave is too large to be enumerated.
         """
+        return self.several(1, limit)[0]
+
+    def several(self, count: int, limit: int) -> list[Recursion]:
+        """Return the recursions that move the fewest bytes, ascending.
+
+        Raises:
+            UsageError: the core that the eliminations leave is too large to be enumerated.
+        """
+        sizes = [len(axes) for axes in self.choices]
         try:
-            minimum = minimize([len(axes) for axes in self.choices], self.factors(), limit)
+            minima = smallest(sizes, self.factors(), count, limit)
         except TooWide as error:
             raise UsageError(
                 f"tofu: eliminations leave {error.left} of {len(self.groups)} groups, whose tables need "
                 f"{error.entries} entries, must be at most {limit}; take algorithm mcmc"
             ) from None
-        axes = tuple(axes[number] for axes, number in zip(self.choices, minimum.chosen, strict=True))
-        return Recursion(self.parts, axes, minimum.value)
+        return [
+            Recursion(
+                self.parts,
+                tuple(axes[number] for axes, number in zip(self.choices, minimum.chosen, strict=True)),
+                minimum.value,
+            )
+            for minimum in minima
+        ]
 
     def factors(self) -> list[CostFunction]:
         """Return the bytes that all groups of devices move, as functions of one and of two groups of operators."""
@@ -310,19 +368,35 @@ def _moved(made: TensorSplit, needed: TensorSplit, elements: int, parts: int) ->
     return others if needed is Unsplit.EVERYWHERE else others // parts
 
 
+def fewest_bytes(
+    builder: TaskGraphBuilder, found: Sequence[Partition], order: Order
+) -> tuple[Partition, Simulation]:
+    """Return the partition of which the simulator counts the fewest bytes, the first of equals; its simulation."""
+    simulations = [simulate_tasks(builder.build(partition.strategy), order) for partition in found]
+    best = min(range(len(found)), key=lambda number: simulations[number].bytes_moved)
+    return found[best], simulations[best]
+
+
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     began = time.monotonic()
-    partition = tofu(problem.graph, problem.device_count)
-    cost = simulated(problem, partition.strategy, context.options.order)
+    small = len(find_groups(problem.graph)) <= BEAM_GROUPS
+    found = partitions(problem.graph, problem.device_count, beam=BEAM if small else 1)
+    partition, simulation = fewest_bytes(builder_of(problem), found, context.options.order)
     moved = " + ".join(f"{recursion.moved_bytes / 1e6:.3f}" for recursion in partition.recursions)
+    proven = f"in each recursion the fewest bytes ({moved or 0} MB) of one axis an operator"
+    if partition is not found[0]:
+        proven = (
+            f"the fewest simulated bytes ({simulation.bytes_moved / 1e6:.3f} MB) of {len(found)} partitions of the "
+            f"least sums over recursions ({moved} MB)"
+        )
     return AlgorithmResult(
         "tofu",
         partition.strategy,
-        cost.seconds,
-        proposals=1,
+        simulation.step_time_s,
+        proposals=len(found),
         accepted=1,
         seconds=time.monotonic() - began,
-        proven=f"in each recursion the fewest bytes ({moved or 0} MB) of one axis an operator",
+        proven=proven,
     )
 
 

@@ -5,11 +5,15 @@ in two functions of two variables is OptCNN's node elimination, two functions of
 elimination; a variable in more makes a function of more variables, so that what those two leave over (the core) is
 enumerated, with every intermediate result kept. Exact for any functions; only their sizes are bounded.
 
-Source: OptCNN (arXiv:1802.04924) section 5; Bertele and Brioschi, "Nonserial dynamic programming" (1972).
+The least sums after the least one come from the same eliminations, run again without what was found (`smallest`).
+
+Sources: OptCNN (arXiv:1802.04924) section 5; Bertele and Brioschi, "Nonserial dynamic programming" (1972); Lawler, "A
+procedure for computing the k best solutions" (Management Science 18, 1972).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -85,6 +89,57 @@ def minimize(sizes: Sequence[int], factors: Sequence[CostFunction], limit: int =
         chosen[variable] = int(best[tuple(chosen[other] for other in scope)])
     value = sum(int(factor.table) for factor in live.values())
     return Minimum(value, tuple(chosen[variable] for variable in range(len(sizes))), widest)
+
+
+def smallest(
+    sizes: Sequence[int], factors: Sequence[CostFunction], count: int, limit: int = LARGEST_TABLE
+) -> list[Minimum]:
+    """Return the `count` least sums of `factors`, ascending, each of other values; all of them where there are fewer.
+
+    What is left without a minimum falls into as many parts as there are variables: in each one some variables have the
+    minimum's values and the next one has another. So every further sum takes an elimination a variable.
+
+    Args:
+        sizes: for each variable, how many values it has.
+        factors: as for `minimize`.
+        count: how many sums, at least 1.
+        limit: entries of the largest table.
+
+    Raises:
+        TooWide: a table would have more entries.
+    """
+    everything = tuple(tuple(range(size)) for size in sizes)
+    first = minimize(sizes, factors, limit)
+    # By value and then by what was chosen, so that of equals always the same come first.
+    waiting = [(first.value, first.chosen, 0, everything, first.widest)]
+    found: list[Minimum] = []
+    while waiting:
+        value, chosen, decided, allowed, widest = heapq.heappop(waiting)
+        found.append(Minimum(value, chosen, widest))
+        if len(found) == count:
+            break
+        for variable in range(decided, len(sizes)):
+            others = tuple(other for other in allowed[variable] if other != chosen[variable])
+            if others:
+                fixed = tuple((chosen[before],) for before in range(variable))
+                part = (*fixed, others, *allowed[variable + 1 :])
+                least = _restricted(part, factors, limit)
+                heapq.heappush(waiting, (least.value, least.chosen, variable, part, least.widest))
+    return found
+
+
+def _restricted(allowed: Sequence[tuple[int, ...]], factors: Sequence[CostFunction], limit: int) -> Minimum:
+    """Return the least sum where each variable has some of its values."""
+    cut = [
+        CostFunction(factor.scope, factor.table[np.ix_(*(allowed[variable] for variable in factor.scope))])
+        for factor in factors
+    ]
+    least = minimize([len(values) for values in allowed], cut, limit)
+    return Minimum(
+        least.value,
+        tuple(values[number] for values, number in zip(allowed, least.chosen, strict=True)),
+        least.widest,
+    )
 
 
 def _without_single(factor: CostFunction, sizes: Sequence[int]) -> CostFunction:

@@ -11,12 +11,17 @@ import numpy as np
 
 from graph.aliasing import base_name
 from graph.axes import AxisKind, Degrees, coordinates
-from graph.operators import Operator, OperatorGraph
+from graph.operators import Operator, OperatorGraph, ValueKind
 from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 from search.space.configurations import random_configuration
-from search.space.groups import NO_AXIS, Group, find_groups, following, shared_axes
+from search.space.groups import NO_AXIS, Group, find_groups, follow, following, shared_axes
 
 FULLY_CONNECTED = frozenset({"linear", "addmm", "mm"})
+EMBEDDINGS = frozenset({"embedding", "embedding_bag", "ragged_embedding_bag"})
+# Losses of logits or log-probabilities, whose targets are classes.
+CLASS_LOSSES = frozenset(
+    {"cross_entropy_loss", "cross_entropy_sums", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_sums"}
+)
 ATTENTIONS = frozenset({"attention", "scaled_dot_product_attention"})
 
 
@@ -309,6 +314,96 @@ def stanza(graph: OperatorGraph, device_count: int) -> Strategy | None:
     return following(graph, chosen, _data_parallel(graph, device_count - few))
 
 
+def hugectr(graph: OperatorGraph, device_count: int, *, distributed: bool) -> Strategy | None:
+    """Return HugeCTR's strategy: embedding tables are model parallel, all else is data parallel.
+
+    Vectors that are looked up, and their gradients, go between a table's devices and those of the samples
+    (all-to-all, or reduce-scatter and all-gather), in place of the gradients of tables.
+
+    Args:
+        graph: in which a table is a weight that lookups alone read.
+        device_count: devices in all.
+        distributed: each table's rows are split over all devices (columns, where a part of the rows cannot be looked
+            up by itself), a distributed slot; else each table is on one device, a localized slot: the largest one
+            first, on the device with the fewest bytes so far.
+
+    Returns:
+        None where there are no tables, or a single device.
+
+    Source: HugeCTR (arXiv:2210.08803); rows are split by ranges here, by hash there.
+    """
+    tables: dict[str, list[Group]] = {}
+    for group in find_groups(graph):
+        table = _table_of(graph, group.head)
+        if table is not None:
+            tables.setdefault(table, []).append(group)
+    if device_count < 2 or not tables:
+        return None
+    sizes = {table: graph.value_by_name[table].spec.size_bytes for table in tables}
+    held_bytes = [0] * device_count
+    chosen = []
+    for table in sorted(tables, key=lambda table: -sizes[table]):
+        device = held_bytes.index(min(held_bytes))
+        held_bytes[device] += sizes[table]
+        for group in tables[table]:
+            head = graph.operators[group.head]
+            axis = first_axis(head, AxisKind.REDUCTION)
+            axis = first_axis(head, AxisKind.PARAMETER) if axis is None else axis
+            if not distributed or axis is None:
+                chosen.append((group, whole(head, device)))
+            else:
+                chosen.append((group, split(head, axis, device_count)))
+    configurations = _data_parallel(graph, device_count)
+    for group, configuration in chosen:
+        for index, followed in follow(group, configuration).items():
+            # What makes indices is beside the table, what reads the vectors is of the dense part.
+            if index <= group.head:
+                configurations[index] = followed
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def _table_of(graph: OperatorGraph, index: int) -> str | None:
+    """Return the weight that a lookup reads, and nothing but lookups; None for other operators and weights."""
+    operator = graph.operators[index]
+    if base_name(operator.target) not in EMBEDDINGS:
+        return None
+    weight = operator.inputs[0]
+    readers = [graph.operators[reader] for reader, _ in graph.readers.get(weight, ())]
+    alone = all(base_name(reader.target) in EMBEDDINGS for reader in readers)
+    return weight if graph.value_by_name[weight].kind is ValueKind.WEIGHT and alone else None
+
+
+def insightface(graph: OperatorGraph, device_count: int) -> Strategy | None:
+    """Return InsightFace's strategy: classifiers are split by classes, all else is data parallel.
+
+    A classifier is a fully connected layer that a loss over classes follows. All devices have its input for all
+    samples (all-gather; its gradient is summed back), and their classes' share of the weight. Operators that keep the
+    classes apart (a margin, a scale) are split with it; those that need all classes of a sample are data parallel.
+
+    Returns:
+        None where there is no classifier, or a single device.
+
+    Source: Partial FC (arXiv:2010.05222), without its sampling of classes.
+    """
+    if device_count < 2:
+        return None
+    configurations = _data_parallel(graph, device_count)
+    classifiers = 0
+    for group in find_groups(graph):
+        head = graph.operators[group.head]
+        classes = first_axis(head, AxisKind.PARAMETER)
+        targets = {base_name(graph.operators[index].target) for index in group.operators}
+        if classes is None or base_name(head.target) not in FULLY_CONNECTED or not targets & CLASS_LOSSES:
+            continue
+        classifiers += 1
+        followed = follow(group, split(head, classes, device_count))
+        configurations[group.head] = followed[group.head]
+        for member in group.members:
+            if classes in member.axes:
+                configurations[member.operator] = followed[member.operator]
+    return Strategy(graph.digest, tuple(configurations)) if classifiers else None
+
+
 def global_map(graph: OperatorGraph, kind: AxisKind, model_degree: int, data_degree: int = 1) -> Strategy:
     """Return a map in the manner of Mesh-TensorFlow: one mesh, and one map of dims to its axes for all operators.
 
@@ -385,6 +480,12 @@ def all_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ..
     layered = stanza(graph, device_count)
     if layered is not None:
         baselines.append(Baseline("stanza", layered))
+    by_layer = {
+        "hugectr-localized": hugectr(graph, device_count, distributed=False),
+        "hugectr-distributed": hugectr(graph, device_count, distributed=True),
+        "insightface": insightface(graph, device_count),
+    }
+    baselines += [Baseline(name, strategy) for name, strategy in by_layer.items() if strategy is not None]
     degrees = [degree for degree in range(2, device_count + 1) if device_count % degree == 0]
     for degree in degrees:
         baselines.append(Baseline(f"megatron-{degree}", megatron(graph, degree, device_count // degree)))

@@ -419,3 +419,23 @@ class Integers(nn.Module):
 def integers(batch_size: int = 8) -> Built:
     whole = [torch.randint(-1, 2, (batch_size, width)).float() for width in (6, 5)]
     return Integers(), (whole[0], whole[1]), {}
+
+
+class Margins(nn.Module):
+    """A classifier of cosines with a margin for the own class, as in ArcFace (arXiv:1801.07698)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(4, 5)
+        self.classes = nn.Parameter(torch.randn(7, 5))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        cosines = functional.linear(
+            functional.normalize(self.backbone(x)), functional.normalize(self.classes)
+        )
+        own = functional.one_hot(targets, 7).to(cosines.dtype)
+        return functional.cross_entropy((cosines - 0.35 * own) * 8.0, targets)
+
+
+def margins(batch_size: int = 6) -> Built:
+    return Margins(), (torch.randn(batch_size, 4), torch.randint(0, 7, (batch_size,))), {}

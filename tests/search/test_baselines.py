@@ -11,11 +11,13 @@ from graph.importer import import_module
 from graph.intervals import shape
 from graph.operators import OperatorGraph
 from graph.plan import weight_placement
-from graph.strategy import Strategy
+from graph.strategy import Configuration, Strategy
 from graph.zoo import build, zoo_names
 from search.space.baselines import (
     all_baselines,
     global_map,
+    hugectr,
+    insightface,
     megatron,
     operator_placement,
     stanza,
@@ -108,7 +110,7 @@ def test_it_is_legal(name: str, degrees: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 6])
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "alexnet", "rnnlm", "dlrm"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "alexnet", "rnnlm", "dlrm", "xdl"])
 def test_every_baseline_is_legal_and_has_a_name_of_its_own(name: str, devices: int) -> None:
     graph = small(name)
     found = all_baselines(graph, devices)
@@ -119,6 +121,12 @@ def test_every_baseline_is_legal_and_has_a_name_of_its_own(name: str, devices: i
     assert {one.name for one in usual_baselines(graph, devices)} & names
     if devices == 4:
         assert {"operator-placement", "megatron-2", "megatron-4", "mesh-2x2-parameter"} <= names
+        tables = {one for one in names if one.startswith("hugectr-")}
+        assert tables == (
+            {"hugectr-localized", "hugectr-distributed"}
+            if name in ("dlrm", "xdl", "gpt2", "rnnlm")
+            else set()
+        )
 
 
 def test_operators_are_placed_in_order_on_all_devices_and_split_by_none() -> None:
@@ -143,6 +151,123 @@ def test_stanza_keeps_fully_connected_layers_away_from_the_rest() -> None:
     assert used == {"conv2d": set(range(8)), "linear": {8}}
     assert stanza(graph, 1) is None
     assert stanza(small("mlp"), 4) is None
+
+
+def configurations_of(graph: OperatorGraph, strategy: Strategy, *names: str) -> list[Configuration]:
+    """Return the configurations of all operators of some types."""
+    return [
+        configuration
+        for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
+        if operator.target.split(".")[1] in names
+    ]
+
+
+@pytest.mark.parametrize("name", ["dlrm", "xdl"])
+def test_localized_tables_are_whole_on_a_device_each_and_the_rest_is_data_parallel(name: str) -> None:
+    graph = small(name)
+    strategy = hugectr(graph, 4, distributed=False)
+    assert strategy is not None
+    strategy.validate(graph, 4)
+    tables = [weight.name for weight in graph.weights if weight.name.startswith("tables.")]
+    assert [sorted(weight_placement(graph, strategy, table)) for table in tables] == [[0], [1], [2]]
+    for weight in graph.weights:
+        if weight.name not in tables:
+            assert held_shapes(graph, strategy, weight.name) == [weight.spec.shape] * 4
+    degrees = {one.degrees for one in configurations_of(graph, strategy, "linear", "stack", "cat", "bmm")}
+    assert {one[0] for one in degrees} == {4}
+    assert all(prod(one) == 4 for one in degrees)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "xdl"])
+def test_distributed_tables_have_their_rows_on_all_devices(name: str) -> None:
+    graph = small(name)
+    strategy = hugectr(graph, 4, distributed=True)
+    assert strategy is not None
+    strategy.validate(graph, 4)
+    for weight in graph.weights:
+        rows, *others = weight.spec.shape
+        held = (rows // 4, *others) if weight.name.startswith("tables.") else weight.spec.shape
+        assert held_shapes(graph, strategy, weight.name) == [held] * 4
+
+
+def import_tables(mode: str, rows: tuple[int, ...]) -> OperatorGraph:
+    """Return the graph of bags that are looked up in tables of so many rows, and added up."""
+    import torch
+    from torch import Tensor, nn
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.EmbeddingBag(size, 8, mode=mode) for size in rows)
+
+        def forward(self, indices: Tensor) -> Tensor:
+            # The first table is looked up twice.
+            looked_up = [table(indices) for table in (*self.tables, self.tables[0])]
+            return torch.stack(looked_up).sum()
+
+    with torch.device("meta"):
+        indices = torch.zeros((6, 2), dtype=torch.int64)
+        return import_module(Tables(), (indices,), {}, name="tables")
+
+
+def test_tables_are_spread_by_their_bytes_and_one_that_is_looked_up_twice_is_in_one_place() -> None:
+    """Of two devices one gets the largest table, the other one the rest: 50 rows, and 30 + 10 + 10."""
+    graph = import_tables("sum", (10, 50, 30, 10))
+    strategy = hugectr(graph, 2, distributed=False)
+    assert strategy is not None
+    held = [sorted(weight_placement(graph, strategy, f"tables.{number}.weight")) for number in range(4)]
+    assert held == [[1], [0], [1], [1]]
+
+
+def test_columns_are_split_where_a_part_of_the_rows_cannot_be_looked_up() -> None:
+    graph = import_tables("max", (10, 50))
+    strategy = hugectr(graph, 4, distributed=True)
+    assert strategy is not None
+    assert held_shapes(graph, strategy, "tables.1.weight") == [(50, 2)] * 4
+
+
+def test_networks_without_tables_of_their_own_and_single_devices_have_no_strategy_of_hugectr() -> None:
+    for distributed in (False, True):
+        assert hugectr(small("alexnet"), 4, distributed=distributed) is None
+        assert hugectr(small("dlrm"), 1, distributed=distributed) is None
+
+
+def test_a_classifier_is_split_by_classes_and_its_loss_by_samples() -> None:
+    """Of ten classes; AlexNet's other fully connected layers are data parallel."""
+    graph = small("alexnet")
+    strategy = insightface(graph, 4)
+    assert strategy is not None
+    strategy.validate(graph, 4)
+    assert held_shapes(graph, strategy, "linear3.weight") == [(3, 24), (3, 24), (2, 24), (2, 24)]
+    for weight in graph.weights:
+        if not weight.name.startswith("linear3."):
+            assert held_shapes(graph, strategy, weight.name) == [weight.spec.shape] * 4
+    (loss,) = configurations_of(graph, strategy, "cross_entropy_sums")
+    assert (loss.degrees[0], prod(loss.degrees)) == (4, 4)
+    assert insightface(graph, 1) is None
+    assert insightface(small("xdl"), 4) is None
+
+
+def test_a_margin_stays_with_its_classes() -> None:
+    """Classes are rows of the weight, of length one; what turns their cosines into logits is split with them."""
+    from tests.runtime.models import margins
+
+    module, args, kwargs = margins()
+    graph = import_module(module, args, kwargs, name="margins")
+    strategy = insightface(graph, 2)
+    assert strategy is not None
+    strategy.validate(graph, 2)
+    assert held_shapes(graph, strategy, "classes") == [(4, 5), (3, 5)]
+    channels = 0
+    for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        spec = graph.value_by_name[operator.outputs[0]].spec
+        if spec.shape == (6, 7):
+            sample, classes = (next(iter(operator.space.outputs[0][dim])).axis for dim in range(2))
+            assert sample is not None
+            assert classes is not None
+            assert (configuration.degrees[sample], configuration.degrees[classes]) == (1, 2), operator.name
+            channels += 1
+    assert channels >= 4
 
 
 @pytest.mark.parametrize("kind", [AxisKind.PARAMETER, AxisKind.ATTRIBUTE, AxisKind.REDUCTION])

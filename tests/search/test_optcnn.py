@@ -19,7 +19,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from graph.weight_placement import cells, held_regions
 from search.algorithms.optcnn import default_space, factors, optcnn
-from search.bounds.elimination import CostFunction, TooWide, minimize
+from search.bounds.elimination import CostFunction, TooWide, minimize, smallest
 from search.cost.cost_table import CostTable, nanoseconds
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem, Tables
@@ -221,6 +221,11 @@ def test_elimination_finds_the_least_sum_on_any_graph_of_functions(seed: int) ->
 
     least = min(value(chosen) for chosen in itertools.product(*(range(size) for size in sizes)))
     assert found.value == least == value(found.chosen)
+    # And so are those after it, each of other values.
+    all_values = sorted(value(chosen) for chosen in itertools.product(*(range(size) for size in sizes)))
+    several = smallest(sizes, factors, 10)
+    assert [one.value for one in several] == all_values[:10] == [value(one.chosen) for one in several]
+    assert len({one.chosen for one in several}) == len(several)
 
 
 def test_chains_need_no_function_of_more_than_one_variable() -> None:

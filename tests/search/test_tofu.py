@@ -15,10 +15,13 @@ from graph.intervals import volume
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import consumers_of
 from graph.strategy import Configuration, Strategy
+from graph.training import Training
 from graph.weight_placement import cells, held_regions
-from search.algorithms.tofu import Bisection, tofu
+from search.algorithms.tofu import BEAM, Bisection, Partition, Recursion, fewest_bytes, partitions, tofu
+from search.cost.cost_table import CostTable
+from search.simulate.task_graph import TaskGraphBuilder
 from search.space.groups import find_groups, following
-from tests.search.builders import GraphBuilder, branches
+from tests.search.builders import GraphBuilder, MadeUpCosts, branches, devices, local_calls
 
 
 def even_graph(seed: int) -> OperatorGraph:
@@ -172,6 +175,57 @@ def test_one_device_needs_no_recursion_and_too_large_a_core_is_refused() -> None
         UsageError, match=r"tofu: eliminations leave \d+ of 6 groups, whose tables need \d+ entries"
     ):
         tofu(branches(), 2, limit=1)
+
+
+def every_partition(graph: OperatorGraph) -> list[Partition]:
+    """Every strategy of four devices whose heads each split one axis in two, and then one again."""
+    groups = find_groups(graph)
+    choices = []
+    for group in groups:
+        axes = graph.operators[group.head].space.axes[:-1]
+        sizes = {
+            (first, second): tuple(
+                2 ** ((first == number) + (second == number)) for number in range(len(axes))
+            )
+            for first, second in itertools.product(range(len(axes)), repeat=2)
+        }
+        choices.append(
+            [
+                (pair, (*degrees, 1))
+                for pair, degrees in sizes.items()
+                if all(degree <= axis.size for degree, axis in zip(degrees, axes, strict=True))
+            ]
+        )
+    strategies = {}
+    for chosen in itertools.product(*choices):
+        recursions = tuple(Recursion(2, tuple(pair[place] for pair, _ in chosen), 0) for place in range(2))
+        heads = []
+        for number, (pair, degrees) in enumerate(chosen):
+            # The first split is between pairs of devices: its half is the higher digit of a device.
+            points = np.indices(degrees).reshape(len(degrees), -1)
+            digits = [points[pair[0]] * 2 // degrees[pair[0]], points[pair[1]] % 2]
+            heads.append(Configuration(degrees, tuple((2 * digits[0] + digits[1]).tolist())))
+            assert sorted(heads[number].devices) == list(range(4))
+        strategy = following(graph, zip(groups, heads, strict=True))
+        strategies[strategy] = Partition(strategy, recursions)
+    return list(strategies.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_of_a_beams_partitions_one_has_the_fewest_simulated_bytes_of_brute_force(seed: int) -> None:
+    """Of 0, 1, 4, 6, 7 and 11 the least recursion, and then the least one after it, has more."""
+    graph = even_graph(seed)
+    builder = TaskGraphBuilder(
+        graph, devices(4), CostTable(MadeUpCosts(1e-9)), Training(8), local_calls=local_calls
+    )
+    found = partitions(graph, 4, beam=BEAM)
+    assert found[0].strategy == tofu(graph, 4).strategy
+    assert len({partition.strategy for partition in found}) == len(found) <= BEAM
+    _, fewest = fewest_bytes(builder, found, "program")
+    _, least = fewest_bytes(builder, every_partition(graph), "program")
+    assert fewest.bytes_moved == least.bytes_moved
+    if seed in (0, 1, 4, 6, 7, 11):
+        assert fewest_bytes(builder, found[:1], "program")[1].bytes_moved > least.bytes_moved
 
 
 @pytest.mark.parametrize("seed", range(10))

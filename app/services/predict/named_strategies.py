@@ -11,7 +11,17 @@ from app.services.predict.predict import Setting
 from graph.errors import UsageError
 from graph.strategy import Strategy
 
-_MADE = ("best", "data-parallel", "single-device", "expert", "operator-placement", "stanza", "zero", "fsdp")
+# Baselines that not every network has on any number of devices.
+_OTHERS = (
+    "operator-placement",
+    "stanza",
+    "hugectr-localized",
+    "hugectr-distributed",
+    "insightface",
+    "zero",
+    "fsdp",
+)
+_MADE = ("best", "data-parallel", "single-device", "expert", *_OTHERS)
 _MADE_PREFIXES = ("megatron", "mesh-", "3d-")
 
 
@@ -56,6 +66,8 @@ _SOURCES: tuple[StrategySource, ...] = (
     "expert",
     "operator-placement",
     "stanza",
+    "hugectr",
+    "insightface",
     "zero",
     "fsdp",
     "megatron",
@@ -119,9 +131,7 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
     if reference == "megatron" or reference.startswith("megatron-"):
         degree = _tensor_degree(reference, count)
         return baselines.megatron(graph, degree, count // degree), "megatron"
-    if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith(
-        ("mesh-", "3d-")
-    ):
+    if reference in _OTHERS or reference.startswith(("mesh-", "3d-")):
         return _other_baseline(setting, reference)
     if reference == "best":
         ranked = _best(store, setting)

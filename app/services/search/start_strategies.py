@@ -26,7 +26,9 @@ from search.space.strategy_transfer import adapt
 MOST = 2
 """Known strategies to start from; each is one more chain."""
 
-_FOUND = ("search", "import", "megatron", "operator-placement", "stanza", "mesh", "zero", "fsdp")
+_FOUND = (
+    "search", "import", "megatron", "operator-placement", "stanza", "hugectr", "insightface", "mesh", "zero", "fsdp",
+)  # fmt: skip
 """Sources of strategies; the others are what a search starts from anyway."""
 _BASELINES = 3
 
