@@ -1,4 +1,4 @@
-"""`--strategy megatron`: tensor parallelism by name, on all devices or a divisor of them."""
+"""`--strategy megatron`, `hugectr-distributed`, `insightface`: baselines by name, and those that are refused."""
 
 from __future__ import annotations
 
@@ -47,3 +47,26 @@ def test_a_degree_that_does_not_divide_the_devices_is_refused(command: Command, 
     line = outcome.errors.splitlines()[-1]
     assert line.startswith(f"error: strategy {degree}: has tensor-parallel degree ")
     assert line.endswith("must be one that divides 2 devices: 1, 2; name it as in megatron-2")
+
+
+XDL = ("--model", "xdl", "--preset", "small", *BERT[4:])
+
+
+def test_embedding_tables_are_split_by_name_and_verified(command: Command) -> None:
+    outcome = command(
+        "run", *XDL, "--strategy", "hugectr-distributed", "--verify", "--iterations", "1", "--json"
+    )
+    assert outcome.code == 0, outcome
+    deviations = outcome.document["deviations"]
+    assert len([one for one in deviations if "tables" in one["name"]]) >= 3
+    assert all(one["relative"] <= one["allowed"] for one in deviations)
+
+
+def test_a_baseline_that_the_network_does_not_have_is_refused(command: Command) -> None:
+    outcome = command("run", *XDL, "--strategy", "insightface")
+    assert (outcome.code, outcome.output) == (2, "")
+    line = outcome.errors.splitlines()[-1]
+    assert line.startswith(
+        "error: strategy insightface: is none of xdl-small on 2 devices, must be one of data-parallel"
+    )
+    assert "hugectr-localized, hugectr-distributed" in line
