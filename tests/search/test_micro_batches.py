@@ -12,7 +12,7 @@ from graph.calls import LocalCall
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRange
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
+from graph.schedule import ONE_BATCH, GradientSums, MicroBatches, Schedule, stages_of
 from graph.strategy import Configuration, Sharding, Strategy
 from graph.topology import Topology
 from graph.training import Training
@@ -257,12 +257,15 @@ def random_stages(
 
 
 def varied(strategy: Strategy, graph: OperatorGraph, rng: np.random.Generator) -> Strategy:
-    """Return a strategy with weights whose optimizer is shared, and with groups made again, now and then."""
+    """Return a strategy with optimizers shared, groups made again, gradients summed in each, now and then."""
     if rng.random() < 0.5:
         levels = [(Sharding.NONE, Sharding.OPTIMIZER)[rng.integers(2)] for _ in graph.weights]
         strategy = replace(strategy, sharding=tuple(levels))
     if rng.random() < 0.5:
         strategy = replace(strategy, recomputation=random_groups(graph, rng))
+    if rng.random() < 0.5:
+        each = replace(strategy.micro_batches, gradients=GradientSums.EACH)
+        strategy = replace(strategy, micro_batches=each)
     return strategy
 
 
