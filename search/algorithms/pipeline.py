@@ -43,6 +43,8 @@ OPERATORS_WALKED = 1_000_000
 """A walk has as many moves as have so many operators in all their micro-batches together, within these numbers."""
 TASKS_WALKED = 56_000_000
 """Nor has a walk more moves than have so many operators in all micro-batches on all devices together."""
+DEVICES_WALKED = 16
+"""Of more devices a walk has fewer moves in proportion: the start is chosen among more, and each move takes longer."""
 MOVES_ASTRAY = 50
 """Moves after which a walk goes on from its best."""
 MOST_DRAWS = 200
@@ -199,7 +201,9 @@ class _PipelineSearch:
         taken = idle = 0
         operators = len(self.stagings.graph.operators) * self.trial.problem.micro_batches
         most = min(MOST_MOVES, max(FEWEST_MOVES, OPERATORS_WALKED // operators))
-        most = min(most, max(1, TASKS_WALKED // (operators * self.trial.problem.device_count)))
+        devices = self.trial.problem.device_count
+        most = min(most, max(1, TASKS_WALKED // (operators * devices)))
+        most = max(1, most * min(devices, DEVICES_WALKED) // devices)
         while taken < most and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
             bound = _Bound(costs[current], rng)

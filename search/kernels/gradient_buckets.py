@@ -46,8 +46,8 @@ def fill_buckets(
     """Fill the gradient buckets as `graph.plan` does; return False where the arrays are too short.
 
     A bucket's number is the order in which it was opened; `buckets.order` is that of the all-reduces. Each starts after
-    the backward of the operator `buckets.after`: this is its overlap with the backward. `ends`: operators after which no
-    bucket stays open, descending, the first one last.
+    the backward of the operator `buckets.after`: this is its overlap with the backward. `ends`: operators after which
+    no bucket stays open, descending, the first one last.
     """
     ptr, weights = weights_by_operator(graph, operator_active)
     opened = closed = entries = ended = first_open = 0

@@ -16,8 +16,8 @@ from graph.errors import RuntimeFailure
 from graph.importer import import_module
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, build_plan
-from graph.schedule import MicroBatches, Schedule
-from graph.strategy import Strategy
+from graph.schedule import GradientSums, MicroBatches, Schedule
+from graph.strategy import Sharding, Strategy
 from graph.training import Training
 from profiler.operators.counter_rng import keep_mask
 from runtime.jobs.job import Job
@@ -123,6 +123,22 @@ def test_micro_batches_take_what_the_walk_says(pool: LocalPool, name: str, sched
     graph = graph_of(name, batch_size=BATCHES[name])
     plain = staged(graph, [[0], [1]], 1, 1, split=False)
     check_against_a_run(pool, name, in_micro_batches(plain, 4, schedule), "momentum")
+
+
+@pytest.mark.parametrize("sharding", [Sharding.NONE, Sharding.OPTIMIZER])
+def test_gradients_summed_in_each_micro_batch_take_what_the_walk_says(
+    pool: LocalPool, sharding: Sharding
+) -> None:
+    name = "blocked"
+    graph = graph_of(name, batch_size=BATCHES[name])
+    levels = (sharding,) * len(graph.weights)
+    plain = replace(by_kind(graph, [AxisKind.SAMPLE], [0, 1]), sharding=levels)
+    last, each = (
+        replace(plain, micro_batches=MicroBatches(4, gradients=gradients)) for gradients in GradientSums
+    )
+    check_against_a_run(pool, name, each, "momentum")
+    peaks = [trace_memory(plan_of(graph, strategy), Training(1), 0).peak_bytes for strategy in (last, each)]
+    assert (peaks[1] < peaks[0]) == (sharding is Sharding.OPTIMIZER)
 
 
 @pytest.mark.parametrize("credits_S", [(1, 1), (2, 1), (4, 4)])
