@@ -240,13 +240,13 @@ def replicated(sum_s: float, gradients: GradientSums, sharding: Sharding = Shard
 @pytest.mark.parametrize(
     ("sum_units", "last_units", "each_units"),
     [
-        # Behind three micro-batches of three units there is one sum, whenever the others were.
-        (2, 9 + 2, 9 + 2),
-        # The third micro-batch fills the bucket when the second sum has ended, at 3 + 2 * 4.
-        (4, 9 + 4, 3 + 3 * 4),
+        # Three micro-batches of three units and a sum. Where each is summed, the loss of the next goes over the link
+        # behind the sum, and its backward begins when both are there: a forward, and a backward and a sum three times.
+        (2, 9 + 2, 1 + 3 * (2 + 2)),
+        (4, 9 + 4, 1 + 3 * (2 + 4)),
     ],
 )
-def test_sums_of_each_micro_batch_take_time_beside_the_next(
+def test_sums_of_each_micro_batch_take_the_link_from_the_next(
     sum_units: int, last_units: int, each_units: int
 ) -> None:
     times = [
