@@ -5,7 +5,7 @@ The plan (`graph.plan`) says when.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from graph.intervals import Region, volume
@@ -56,10 +56,12 @@ def gradient_buckets(
     held: dict[str, dict[int, Region]],
     active: tuple[tuple[bool, ...], ...],
     bucket_bytes: int,
+    ends: Collection[int] = (),
 ) -> tuple[Bucket, ...]:
     """Return the gradient buckets, one series a set of holders and kind of sharing, as gradients become complete.
 
     A bucket's synchronization starts after the operator whose backward fills it: this is its overlap with the backward.
+    Of buckets that are not full it starts at the end of the backward, or after the next of the operators `ends`.
     """
     complete: dict[int, list[tuple[str, Sharding]]] = {}
     for number, weight in enumerate(graph.weights):
@@ -82,10 +84,12 @@ def gradient_buckets(
                     filling.pop((cell.devices, level), None)
                 else:
                     filling[cell.devices, level] = (entries, size)
-    buckets.extend(
-        Bucket(devices, tuple(entries), size, 0, level)
-        for (devices, level), (entries, size) in filling.items()
-    )
+        if index in ends or index == 0:
+            buckets.extend(
+                Bucket(devices, tuple(entries), size, index, level)
+                for (devices, level), (entries, size) in filling.items()
+            )
+            filling.clear()
     return tuple(buckets)
 
 

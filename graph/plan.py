@@ -19,9 +19,10 @@ operators of this one, so that one is always under way. Who reads a view of a we
 (`OperatorGraph.weight_readers`).
 
 With micro-batches (`graph.schedule`) the forwards and backwards of stages stand in `Plan.units`, each as above for its
-operators; buckets are synchronized in the backwards of the last micro-batch, and operators that only renew buffers
-come after all backwards, micro-batch by micro-batch. Where the schedule has the gradients of weights apart
-(`graph.backward_parts`), they are in units of their own, with the synchronization of buckets behind them.
+operators; buckets are synchronized in the backwards of the last micro-batch, or of each (`Plan.summed_each`), and
+operators that only renew buffers come after all backwards, micro-batch by micro-batch. Where the schedule has the
+gradients of weights apart (`graph.backward_parts`), they are in units of their own, with the synchronization of buckets
+behind them.
 """
 
 from __future__ import annotations
@@ -227,6 +228,18 @@ class Plan:
         return common_order(micro_batches, groups, len(self.stages) // groups)
 
     @cached_property
+    def summed_each(self) -> tuple[bool, ...]:
+        """For each bucket, whether it is summed in every micro-batch, if the strategy says so.
+
+        Not where its devices are of several stages: these would wait for each other.
+        """
+        each = self.strategy.micro_batches.sums_each
+        return tuple(
+            each and any(stage.devices.issuperset(bucket.devices) for stage in self.stages)
+            for bucket in self.buckets
+        )
+
+    @cached_property
     def weight_parts(self) -> frozenset[int]:
         """The operators whose backward has a weight part apart (`graph.backward_parts`), as the schedule wants."""
         if not self.strategy.micro_batches.splits_backward:
@@ -249,7 +262,9 @@ class Plan:
         gather_order: Sequence[int] = (),
     ) -> Plan:
         parts = (self.graph, self.strategy, self.held, self.active, synchronization.size_bytes)
-        buckets = gradient_buckets(*parts)
+        # Of each micro-batch a stage sums its gradients before its backward ends.
+        ends = [stage.first for stage in self.stages] if self.strategy.micro_batches.sums_each else []
+        buckets = gradient_buckets(*parts, ends)
         forward_gathers, backward_gathers = weight_gathers(*parts)
         counts = [synchronization.slice_count(bucket.size_bytes) for bucket in buckets]
         in_order = [number for number, count in enumerate(counts) for _ in range(count)]

@@ -2,8 +2,9 @@
 
 With M micro-batches a strategy's graph is that of one of them. Gradients add up over the M; a mean loss is over the
 targets of all of them where these follow from inputs, else it is the mean of theirs (`runtime.lowering.loss_count`).
-Weights are synchronized after the last one and updated once. A stage is a run of operators on devices of its own
-(`stages_of`): where a strategy has only one, M micro-batches are gradient accumulation.
+Weights are updated once. Their gradients are summed over replicas after the last micro-batch or in each of them
+(`GradientSums`). A stage is a run of operators on devices of its own (`stages_of`): where a strategy has only one, M
+micro-batches are gradient accumulation.
 
     gpipe        all forwards, then all backwards: every micro-batch is in flight at once
     1f1b         after as many forwards as there are stages behind, one backward and one forward in turn: a stage has no
@@ -59,6 +60,21 @@ class Schedule(StrEnum):
     ACTORS = "actors"
 
 
+class GradientSums(StrEnum):
+    """When the gradients of replicated weights are summed over the replicas.
+
+    LAST: once, in the backward of the last micro-batch; until then every replica has all its own gradients.
+    EACH: in every micro-batch, as soon as its backward has made them, M times as many bytes. Where the update of
+        weights is shared, a replica so keeps the sums of its share alone from one micro-batch to the next.
+
+    Sources: `no_sync` of PyTorch DDP for LAST (arXiv:2006.15704, section 3.2.4); ZeRO stage 2 for EACH
+    (arXiv:1910.02054, section 5.2).
+    """
+
+    LAST = "last"
+    EACH = "each"
+
+
 GRADIENT_REGISTERS = 2
 """Micro-batches of which a stage of `actors` has room for arriving gradients: it reads one, and one is on its way."""
 
@@ -68,17 +84,20 @@ class MicroBatches:
     """The number of micro-batches of a step, and the schedule; of one micro-batch all schedules are the same.
 
     credits: of `actors`, for each stage, the micro-batches that it may have in flight; empty: those of 1f1b.
+    gradients: when they are summed over replicas.
     """
 
     count: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
     credits: tuple[int, ...] = ()
+    gradients: GradientSums = GradientSums.LAST
 
     def __post_init__(self) -> None:
         # One form for one strategy, so that equal ones have one digest.
         if self.count == 1:
             object.__setattr__(self, "schedule", Schedule.ONE_F_ONE_B)
             object.__setattr__(self, "credits", ())
+            object.__setattr__(self, "gradients", GradientSums.LAST)
         # What a stage has in flight every stage before it has, too.
         usable = accumulate(self.credits, min, initial=self.count)
         object.__setattr__(self, "credits", tuple(usable)[1:])
@@ -89,9 +108,15 @@ class MicroBatches:
         return self.schedule is Schedule.ZERO_BUBBLE
 
     @property
+    def sums_each(self) -> bool:
+        """Whether the gradients of every micro-batch are summed over replicas."""
+        return self.gradients is GradientSums.EACH
+
+    @property
     def text(self) -> str:
         """The number and the schedule, for reports."""
         given = f", credits {' '.join(map(str, self.credits))}" if self.credits else ""
+        given += ", gradients summed in each" if self.sums_each else ""
         return f"{self.count} micro-batches, schedule {self.schedule.value}{given}"
 
     def credits_of(self, stages: int) -> tuple[int, ...]:
@@ -426,8 +451,12 @@ def micro_batches_to_json(micro_batches: MicroBatches) -> dict[str, Any]:
     """Return the number of micro-batches and the schedule as a document, which is empty for one micro-batch."""
     if micro_batches == ONE_BATCH:
         return {}
-    document = {"count": micro_batches.count, "schedule": micro_batches.schedule.value}
-    return document | ({"credits": list(micro_batches.credits)} if micro_batches.credits else {})
+    document: dict[str, Any] = {"count": micro_batches.count, "schedule": micro_batches.schedule.value}
+    if micro_batches.credits:
+        document["credits"] = list(micro_batches.credits)
+    if micro_batches.gradients is not GradientSums.LAST:
+        document["gradients"] = micro_batches.gradients.value
+    return document
 
 
 def micro_batches_from_json(document: object) -> MicroBatches:
@@ -442,11 +471,11 @@ def micro_batches_from_json(document: object) -> MicroBatches:
         raise StrategyError(
             f"micro_batches: is {shown(document)}, must map count and schedule; correct the strategy"
         )
-    unknown = sorted(str(name) for name in document if name not in ("count", "schedule", "credits"))
+    keys = ("count", "schedule", "credits", "gradients")
+    unknown = sorted(str(name) for name in document if name not in keys)
     if unknown:
         raise StrategyError(
-            f"micro_batches: key {shown(unknown[0])} is unknown, must be count, schedule or credits; correct the "
-            "strategy"
+            f"micro_batches: key {shown(unknown[0])} is unknown, must be one of {', '.join(keys)}; correct the strategy"
         )
     count, schedule = document.get("count", 1), document.get("schedule", Schedule.ONE_F_ONE_B.value)
     if type(count) is not int or not 1 <= count <= MOST_MICRO_BATCHES:
@@ -458,7 +487,14 @@ def micro_batches_from_json(document: object) -> MicroBatches:
         raise StrategyError(
             f"micro_batches: schedule is {shown(schedule)}, must be one of {', '.join(Schedule)}; correct the strategy"
         )
-    return with_credits(MicroBatches(count, Schedule(schedule)), document.get("credits", []), "micro_batches")
+    gradients = document.get("gradients", GradientSums.LAST.value)
+    if gradients not in tuple(GradientSums):
+        raise StrategyError(
+            f"micro_batches: gradients is {shown(gradients)}, must be one of {', '.join(GradientSums)}; correct the "
+            "strategy"
+        )
+    micro_batches = MicroBatches(count, Schedule(schedule), gradients=GradientSums(gradients))
+    return with_credits(micro_batches, document.get("credits", []), "micro_batches")
 
 
 def with_credits(micro_batches: MicroBatches, given: object, source: str) -> MicroBatches:
@@ -490,3 +526,14 @@ def read_schedule(text: str, option: str) -> Schedule:
     if text not in tuple(Schedule):
         raise UsageError(f"{option}: is {shown(text)}, must be one of {', '.join(Schedule)}; choose one")
     return Schedule(text)
+
+
+def read_gradient_sums(text: str, option: str) -> GradientSums:
+    """Return when gradients are summed, as a user names it.
+
+    Raises:
+        UsageError: it is neither; the message begins with the `option`.
+    """
+    if text not in tuple(GradientSums):
+        raise UsageError(f"{option}: is {shown(text)}, must be one of {', '.join(GradientSums)}; choose one")
+    return GradientSums(text)

@@ -30,6 +30,7 @@ from graph.operator_ranges import OperatorRanges, check_ranges, ranges_from_json
 from graph.operators import Operator, OperatorGraph
 from graph.schedule import (
     ONE_BATCH,
+    GradientSums,
     MicroBatches,
     Schedule,
     check_micro_batches,
@@ -115,11 +116,21 @@ class Strategy:
         """
         return replace(self, configurations=configurations, compiled=())
 
-    def in_micro_batches(self, count: int, schedule: Schedule | None = None) -> Strategy:
-        """Return the strategy with so many micro-batches, in a schedule; None: its own, where it has one."""
+    def in_micro_batches(
+        self, count: int, schedule: Schedule | None = None, gradients: GradientSums | None = None
+    ) -> Strategy:
+        """Return the strategy with so many micro-batches, in a schedule, whose gradients are summed last or in each.
+
+        None: as its own, where it has several.
+        """
         own = self.micro_batches
         same = schedule in (None, own.schedule) and own.count > 1
-        wanted = replace(own, count=count) if same else MicroBatches(count, schedule or own.schedule)
+        wanted = MicroBatches(
+            count,
+            schedule or own.schedule,
+            own.credits if same else (),
+            gradients or own.gradients,
+        )
         return self if wanted == self.micro_batches else replace(self, micro_batches=wanted)
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from graph.axes import Degrees, tasks
 from graph.calls import LocalCall
 from graph.errors import UsageError
 from graph.operators import Operator, OperatorGraph
-from graph.schedule import Schedule
+from graph.schedule import GradientSums, Schedule
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
@@ -64,13 +64,15 @@ class Problem:
     least_work: LeastWorkOf | None = None
     # Makes its task graphs, where others have made some already; by default a new one does.
     builder: TaskGraphBuilder | None = None
-    # In how many parts a step goes through its batch, of one of which the graph is, and the schedule; None: any.
+    # In how many parts a step goes through its batch, of one of which the graph is; the schedule, and when gradients
+    # are summed over replicas; None: any.
     micro_batches: int = 1
     schedule: Schedule | None = None
+    gradients: GradientSums | None = None
 
     def in_micro_batches(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the problem's micro-batches."""
-        return strategy.in_micro_batches(self.micro_batches, self.schedule)
+        return strategy.in_micro_batches(self.micro_batches, self.schedule, self.gradients)
 
     @property
     def device_count(self) -> int:

@@ -9,7 +9,7 @@ import typer
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
-    from graph.schedule import Schedule
+    from graph.schedule import GradientSums, Schedule
 
 # Of a row, in every database.
 LARGEST_ID = 2**63 - 1
@@ -53,6 +53,15 @@ ScheduleName = Annotated[
         "--schedule",
         help="The order of micro-batches: gpipe, 1f1b, interleaved, zero-bubble or actors. Default: the "
         "strategy's, else 1f1b.",
+    ),
+]
+Gradients = Annotated[
+    str | None,
+    typer.Option(
+        "--gradients",
+        help="When gradients are summed over replicas: last (once, after the last micro-batch) or each (in every one; "
+        "where the optimizer is shared, only shares of gradients are kept). Default: the strategy's, else last; a "
+        "search tries both.",
     ),
 ]
 Precision = Annotated[
@@ -117,3 +126,30 @@ def schedule(text: str | None) -> Schedule | None:
     from graph.schedule import read_schedule
 
     return None if text is None else read_schedule(text, "--schedule")
+
+
+def gradients(text: str | None) -> GradientSums | None:
+    """Return when gradients are summed, as --gradients names it; None where it is left out.
+
+    Raises:
+        UsageError: it names neither.
+    """
+    from graph.schedule import read_gradient_sums
+
+    return None if text is None else read_gradient_sums(text, "--gradients")
+
+
+def credits_of_stages(text: str | None) -> tuple[int, ...]:
+    """Return the numbers that --credits names; none where it is left out.
+
+    Raises:
+        UsageError: something is no number.
+    """
+    from graph.texts import shown
+
+    numbers = () if text is None else tuple(part.strip() for part in text.split(","))
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in numbers):
+        raise UsageError(
+            f"--credits: is {shown(text)}, must be a whole number for each stage, joined by commas; correct it"
+        )
+    return tuple(map(int, numbers))

@@ -205,6 +205,8 @@ def micro_batch_lines(document: Mapping[str, Any]) -> list[str]:
     line = f"micro-batches: {document['count']}, schedule {document['schedule']}"
     if document.get("credits"):
         line += f", credits {' '.join(map(str, document['credits']))}"
+    if document.get("gradients"):
+        line += f", gradients summed in {document['gradients']}"
     stages, samples = document.get("stages"), document.get("samples")
     if stages is not None:
         line += f", {stages} stage{'' if stages == 1 else 's'}"

@@ -61,6 +61,15 @@ def run(
         ),
     ] = None,
     schedule: options.ScheduleName = None,
+    gradients: options.Gradients = None,
+    credits: Annotated[
+        str | None,
+        typer.Option(
+            "--credits",
+            help="Of schedule actors: for each stage, the micro-batches that it may have in flight, such as 3,2,1. "
+            "Default: the strategy's, else those of 1f1b.",
+        ),
+    ] = None,
     precision: options.Precision = "float32",
     optimizer: options.Optimizer = "sgd",
     batch_norm: options.BatchNorm = "synchronized",
@@ -157,6 +166,8 @@ def run(
         model=requested_model(model, preset, batch_size, precision),
         micro_batches=micro_batches,
         schedule=options.schedule(schedule),
+        gradients=options.gradients(gradients),
+        credits=options.credits_of_stages(credits),
         strategy=strategy,
         devices=devices,
         processor=options.processor(device),

@@ -60,6 +60,7 @@ def search(
         ),
     ] = "1",
     schedule: options.ScheduleName = None,
+    gradients: options.Gradients = None,
     precision: options.Precision = "float32",
     optimizer: options.Optimizer = "sgd",
     batch_norm: options.BatchNorm = "synchronized",
@@ -222,6 +223,7 @@ def search(
     if fresh and start:
         raise UsageError("app search: --fresh and --start are both given, must be one of them; leave one out")
     count, order_of_stages = _micro_batches(micro_batches), options.schedule(schedule)
+    sums = options.gradients(gradients)
     network = requested_model(model, preset, batch_size, precision, 1 if count is None else count)
     imported = context.with_resource(importing(network, batch_norm=batch_norm, processes=workers))
 
@@ -262,6 +264,7 @@ def search(
         compile_stretches=compile,
         policy=checked_policy(policy),
         schedule=None if order_of_stages is None else order_of_stages.value,
+        gradients=None if sums is None else sums.value,
         substitute=substitute,
     )
     with TerminalProgress(quiet=as_json) as progress:

@@ -4,6 +4,10 @@ The gradients of a bucket are copied into one flat tensor. The gradient of a wei
 flat tensor from then on, so that the copied gradient is freed before the next bucket fills; others are copied back
 after the sum. The loss is a global mean already, so sums are right.
 
+A bucket that is summed in every micro-batch (`Plan.summed_each`) takes what gradients have come since its last sum. Its
+first rank adds them to the sums so far, the others begin at zero, so that one more all-reduce makes the new sums on all
+of them, without memory beside the flat tensor.
+
 With the policy p3 (`graph.synchronization`) sums last into the next step's forward, in which each weight is updated
 just before it is read first.
 """
@@ -34,21 +38,35 @@ class BucketSlice:
 
 @dataclass(frozen=True, slots=True)
 class FlatBucket:
-    """One flat tensor of gradients, the ranks over which it is summed, and its slices."""
+    """One flat tensor of gradients, the ranks over which it is summed, and its slices.
+
+    each: it is summed in every micro-batch, not only in the last.
+    """
 
     number: int
     ranks: tuple[int, ...]
     flat: torch.Tensor
     slices: tuple[BucketSlice, ...]
+    each: bool = False
+
+    def wait(self, state: StepState) -> bool:
+        """Wait for the bucket's all-reduces; return whether any were under way."""
+        works = state.all_reduces.pop(self.number, None)
+        for work in works or ():
+            state.world.wait(work)
+        return works is not None
 
 
 @dataclass(frozen=True, slots=True)
 class FillBucket(Communication):
-    """Copies the gradients that this rank has into a bucket, zeros for the others."""
+    """Copies the gradients that this rank has into a bucket, zeros for the others; adds them to sums so far."""
 
     bucket: FlatBucket
 
     def run(self, state: StepState) -> None:
+        if self.bucket.each:
+            self._add(state)
+            return
         views, gradients = [], []
         for piece in self.bucket.slices:
             gradient = state.gradients.get(piece.slot)
@@ -62,6 +80,23 @@ class FillBucket(Communication):
         for piece in self.bucket.slices:
             if piece.part.whole:
                 state.gradients.set(piece.slot, piece.view)
+
+    def _add(self, state: StepState) -> None:
+        """Wait for the last sum of the step, if there was one, and take the gradients that have come since."""
+        has_sums = self.bucket.wait(state) and state.world.rank == self.bucket.ranks[0]
+        views, gradients = [], []
+        for piece in self.bucket.slices:
+            gradient = state.gradients.get(piece.slot)
+            if gradient is not None:
+                views.append(piece.view)
+                gradients.append(piece.part.take(gradient))
+            elif not has_sums:
+                piece.view.zero_()
+        if views:
+            (torch._foreach_add_ if has_sums else torch._foreach_copy_)(views, gradients)
+        del gradients
+        for piece in self.bucket.slices:
+            state.gradients.take_out(piece.slot, piece.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +120,13 @@ class FinishAllReduce(Communication):
     bucket: FlatBucket
 
     def run(self, state: StepState) -> None:
-        works = state.all_reduces.pop(self.bucket.number, None)
-        if works is None:
+        if not self.bucket.wait(state):
             return
-        for work in works:
-            state.world.wait(work)
         for piece in self.bucket.slices:
-            if not piece.part.whole:
+            if piece.part.whole:
+                if self.bucket.each:
+                    state.gradients.set(piece.slot, piece.view)
+            else:
                 piece.part.put(state.gradients.writable(piece.slot, piece.view), piece.view)
 
 
@@ -125,6 +160,8 @@ def flat_buckets(
     held: Mapping[str, Region],
     device: torch.device,
     first_number: int,
+    *,
+    each: bool = False,
 ) -> list[FlatBucket]:
     """Return the flat buckets of one bucket of the plan on a rank of its devices: one for each dtype.
 
@@ -135,6 +172,7 @@ def flat_buckets(
         held: for each weight, the region that the rank holds.
         device: of the rank's tensors.
         first_number: of the buckets, which are numbered from here.
+        each: the bucket is summed in every micro-batch.
     """
     result: list[FlatBucket] = []
     for dtype, entries in entries_by_dtype(graph, bucket.entries).items():
@@ -144,5 +182,5 @@ def flat_buckets(
         for entry, view in zip(entries, flat.split(sizes), strict=True):
             part = Selection(entry.cell.region, held[entry.weight], device)
             slices.append(BucketSlice(slots[entry.weight], part, view.view(part.shape)))
-        result.append(FlatBucket(first_number + len(result), bucket.devices, flat, tuple(slices)))
+        result.append(FlatBucket(first_number + len(result), bucket.devices, flat, tuple(slices), each))
     return result

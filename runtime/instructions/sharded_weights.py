@@ -129,7 +129,10 @@ class ShardedCell:
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Cells of one dtype with the same holders, for one collective; `length`: elements of a holder's slice."""
+    """Cells of one dtype with the same holders, for one collective.
+
+    length: elements of a holder's slice. sums_each: gradients are summed in every micro-batch, not only in the last.
+    """
 
     number: int
     ranks: tuple[int, ...]
@@ -137,6 +140,7 @@ class ShardGroup:
     length: int
     dtype: torch.dtype
     device: torch.device
+    sums_each: bool = False
 
     def shares_in(self, flat: torch.Tensor, cell: ShardedCell) -> torch.Tensor:
         """Return the shares of an even cell in a flat tensor of all slices, [holders, ...]."""
@@ -161,13 +165,9 @@ class ShardGroup:
         """Return a new flat tensor of so many slices."""
         return torch.empty(slices * self.length, dtype=self.dtype, device=self.device)
 
-    def finish_reduce_scatter(self, state: StepState) -> None:
-        """Wait for the group's reduce-scatter, unless it has been waited for."""
-        started = state.reduce_scatters.pop(self.number, None)
-        if started is not None:
-            work, flat = started
-            state.world.wait(work)
-            _free(flat)
+    def own_in(self, flat: torch.Tensor, cell: ShardedCell, own: Selection, rank: int) -> torch.Tensor:
+        """Return a rank's `own` share of a cell in a flat tensor of all slices."""
+        return _view(flat, self.ranks.index(rank) * self.length + cell.offset, own.shape)
 
 
 def _view(flat: torch.Tensor, start: int, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -180,19 +180,29 @@ def _free(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
+def _finish_reduce_scatter(number: int, state: StepState) -> None:
+    """Wait for the reduce-scatter of a group, unless it has been waited for."""
+    started = state.reduce_scatters.pop(number, None)
+    if started is not None:
+        work, flat = started
+        state.world.wait(work)
+        _free(flat)
+
+
 @dataclass(frozen=True, slots=True)
 class StartReduceScatter(Communication):
     """Packs the gradients that this rank has, zeros for the others, and starts their reduce-scatter.
 
-    It waits for that of the group `before` first, so that at most two are under way.
+    It waits for the one before first, so that one at most is under way. Where gradients are summed in every
+    micro-batch, it takes those that have come since the last sum, and the rank adds its share of the sums so far to its
+    own slice.
     """
 
     group: ShardGroup
-    before: ShardGroup | None
 
     def run(self, state: StepState) -> None:
-        if self.before is not None:
-            self.before.finish_reduce_scatter(state)
+        for number in tuple(state.reduce_scatters):
+            _finish_reduce_scatter(number, state)
         group = self.group
         flat, result = group.empty(len(group.ranks)), group.empty(1)
         for cell in group.cells:
@@ -214,10 +224,17 @@ class StartReduceScatter(Communication):
                     target.copy_(selection.take(gradient))
             own = cell.shares[group.ranks.index(state.world.rank)]
             if cell.own is not None and own is not None:
+                sums = state.shard_gradients.get(cell.own) if group.sums_each else None
+                if sums is not None:
+                    group.own_in(flat, cell, own, state.world.rank).add_(sums)
                 state.shard_gradients[cell.own] = _view(result, cell.offset, own.shape)
             del gradient
             if cell.whole:
                 state.gradients.pop(cell.slot)
+            elif group.sums_each:
+                for selection in cell.shares:
+                    if selection is not None:
+                        state.gradients.take_out(cell.slot, selection)
         work = state.world.reduce_scatter_in_place(result, flat, group.ranks)
         state.reduce_scatters[group.number] = (work, flat)
 
@@ -229,7 +246,7 @@ class FinishReduceScatter(Communication):
     group: ShardGroup
 
     def run(self, state: StepState) -> None:
-        self.group.finish_reduce_scatter(state)
+        _finish_reduce_scatter(self.group.number, state)
 
 
 @dataclass(frozen=True, slots=True)

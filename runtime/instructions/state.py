@@ -60,6 +60,14 @@ class GradientStore:
         entry.gradient, entry.owned = None, False
         return gradient
 
+    def take_out(self, slot: int, part: Selection) -> None:
+        """Leave nothing of the gradient of `slot` in a part of the tensor."""
+        entry = self._entries[slot]
+        if part.whole:
+            self.pop(slot)
+        elif entry.gradient is not None:
+            part.put(self.writable(slot, entry.gradient), entry.gradient.new_zeros(part.shape))
+
     def set(self, slot: int, gradient: torch.Tensor) -> None:
         """Replace the gradient of `slot` by a tensor of the caller, which is not added to in place."""
         entry = self._entries[slot]

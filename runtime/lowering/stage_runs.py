@@ -1,8 +1,8 @@
 """The instructions of a rank in runs, one for each phase of each stage, and those of a step.
 
 They are lowered once, as of one micro-batch. A step has each run as often as there are micro-batches, in the order of
-the plan's units; what synchronizes gradients stands in the last micro-batch's backwards alone, or in its weight parts
-where there are any, and what renews buffers comes after all backwards.
+the plan's units; what synchronizes gradients stands in the last micro-batch's backwards, or in its weight parts where
+there are any, but for what is summed in every micro-batch. What renews buffers comes after all backwards.
 
 Of schedule actors a rank starts what arrives from other stages as soon as its credits allow, and the order in the
 program is the one that uses all of them; `runtime.execution.acting` finds another as the step goes on.
@@ -22,8 +22,6 @@ from runtime.instructions.base import Instruction
 from runtime.instructions.compute import EnterMicroBatch, GiveRenewals, Recompute, Release
 from runtime.instructions.gradient_synchronization import FillBucket, StartAllReduce
 from runtime.instructions.sharded_weights import StartReduceScatter
-
-_OF_LAST_MICRO_BATCH = (FillBucket, StartAllReduce, StartReduceScatter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +150,7 @@ class StageRuns:
         if own:
             yield EnterMicroBatch(number, tuple(dict.fromkeys(sent)))
         for instruction in own:
-            if number == self._plan.strategy.micro_batches.count - 1 or not isinstance(
-                instruction, _OF_LAST_MICRO_BATCH
-            ):
+            if number == self._plan.strategy.micro_batches.count - 1 or not _is_of_last(instruction):
                 yield instruction
 
     def _renewals(self) -> Iterator[Instruction]:
@@ -201,6 +197,13 @@ class StageRuns:
         runs = {name: tuple(of_name) for name, of_name in places.items()}
         ranks = tuple(sorted(stages[own].devices))
         return (*program, *later, *after), ActorRuns(ranks, registers, rest=rest, **runs)
+
+
+def _is_of_last(instruction: Instruction) -> bool:
+    """Return whether an instruction stands in the last micro-batch alone: it sums the gradients of all of them."""
+    if isinstance(instruction, FillBucket | StartAllReduce):
+        return not instruction.bucket.each
+    return isinstance(instruction, StartReduceScatter) and not instruction.group.sums_each
 
 
 def _ranks_of_sum(instruction: Instruction) -> tuple[int, ...]:

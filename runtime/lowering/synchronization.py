@@ -9,6 +9,7 @@ the weight, where steps follow each other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -74,14 +75,14 @@ class SynchronizationLowering:
         self._gathers_late = in_succession and plan.gathers_late
         self.held: Mapping[str, Region] = {name: plan.held[name][slots.rank] for name in slots.held}
         self.parts: dict[str, tuple[WeightPart, ...]] = dict(prefetch.parts)
-        self._last_scattered: ShardGroup | None = None
         # By number of the bucket.
         self._flats: dict[int, list[FlatBucket]] = {}
         self._updated_groups: dict[int, list[ShardGroup]] = {}
         first = 0
         for number, bucket in enumerate(plan.buckets):
             if slots.rank in bucket.devices and bucket.sharding is Sharding.NONE:
-                made = flat_buckets(plan.graph, bucket, slots.held, self.held, device, first)
+                each = plan.summed_each[number]
+                made = flat_buckets(plan.graph, bucket, slots.held, self.held, device, first, each=each)
                 self._flats[number] = made
                 first += len(made)
         for number in plan.gather_order:
@@ -93,8 +94,9 @@ class SynchronizationLowering:
         """Return, of several micro-batches, where in its bucket the gradient of each weight that is one cell stands."""
         if self._plan.strategy.micro_batches.count == 1:
             return {}
-        pieces = [piece for flats in self._flats.values() for flat in flats for piece in flat.slices]
-        return {piece.slot: piece.view for piece in pieces if piece.part.whole}
+        # Gradients that are summed in every micro-batch are copied there.
+        flats = [flat for of_bucket in self._flats.values() for flat in of_bucket if not flat.each]
+        return {piece.slot: piece.view for flat in flats for piece in flat.slices if piece.part.whole}
 
     def after_backward(self, index: int) -> tuple[list[Instruction], list[Instruction]]:
         """Return what the synchronization does after an operator's backward, and the waits at the end of the step."""
@@ -106,8 +108,8 @@ class SynchronizationLowering:
                 for group in self._updated_groups.get(number) or self._prefetch.groups(
                     bucket.devices, bucket.entries
                 ):
-                    instructions.append(StartReduceScatter(group, self._last_scattered))
-                    self._last_scattered = group
+                    each = self._plan.summed_each[number]
+                    instructions.append(StartReduceScatter(replace(group, sums_each=each)))
                     finishing.append(FinishReduceScatter(group))
             instructions.extend(FillBucket(flat) for flat in self._flats.get(number, ()))
             for started, part in self._plan.sums_after[number]:

@@ -1,10 +1,11 @@
 """Pipeline parallelism: stages of any sizes and splits, and the schedule of the problem's micro-batches.
 
 First 3-D parallelism of all degrees under all schedules, without and with ZeRO-2, then what dynamic programming finds;
-where memory does not suffice, with activations that are made again. From the best a walk changes one
-thing at a time: where a stage begins, how many devices it has, how it is split, one group of its operators, the
-schedule, what is shared, what is made again. Every step is simulated exactly, and the best of all is kept, so that the
-result is no worse than any of the baselines that the budget lets it simulate; these come first.
+where memory does not suffice, with gradients that are summed in every micro-batch, and with activations that are made
+again. From the best a walk changes one thing at a time: where a stage begins, how many devices it has, how it is split,
+one group of its operators, the schedule, what is shared and when it is summed, what is made again. Every step is
+simulated exactly, and the best of all is kept, so that the result is no worse than any of the baselines that the budget
+lets it simulate; these come first.
 
 Sources: Megatron-LM (arXiv:2104.04473) for the baselines; Alpa (OSDI 2022) for the dynamic program; Metropolis
 acceptance as in FlexFlow (arXiv:1807.05358), section 6.2.
@@ -42,6 +43,8 @@ OPERATORS_WALKED = 1_000_000
 """A walk has as many moves as have so many operators in all their micro-batches together, within these numbers."""
 TASKS_WALKED = 56_000_000
 """Nor has a walk more moves than have so many operators in all micro-batches on all devices together."""
+DEVICES_WALKED = 16
+"""Of more devices a walk has fewer moves in proportion: the start is chosen among more, and each move takes longer."""
 MOVES_ASTRAY = 50
 """Moves after which a walk goes on from its best."""
 MOST_DRAWS = 200
@@ -125,13 +128,18 @@ class _PipelineSearch:
     def take_fitting(self, staging: Staging) -> None:
         """Simulate a staging without and with ZeRO-2 and, as long as both exceed memories, more and more made again.
 
-        Not where that takes too long without what is made again, which only adds to it.
+        Meanwhile also with gradients that are summed in every micro-batch, until that fits. Not where it takes too long
+        without what is made again, which only adds to it.
         """
+        tries_each = self.stagings.may_sum_each
         for share in RECOMPUTED_SHARES:
             again = self.stagings.recomputing(staging, share)
             outcomes = [self.take(replace(again, shares_optimizer=shares)) for shares in (False, True)]
             if any(outcome is None or not outcome.excess_bytes for outcome in outcomes):
                 return
+            if tries_each:
+                in_each = self.take(replace(again, shares_optimizer=True, sums_each=True))
+                tries_each = in_each is not None and in_each.excess_bytes > 0
             best = self._best_of(staging)
             # Of what exceeds memories, once something fits, outcomes have the least time.
             if best is not None and not best.excess_bytes and not share:
@@ -146,6 +154,7 @@ class _PipelineSearch:
         if own.count != problem.micro_batches or problem.schedule not in (None, own.schedule):
             schedule = problem.schedule or Schedule.ONE_F_ONE_B
             start = replace(start, micro_batches=MicroBatches(problem.micro_batches, schedule))
+        start = problem.in_micro_batches(start)
         if problem.micro_batches > 1:
             if Sharding.PARAMETERS in start.sharding:
                 start = shared(problem.graph, start, Sharding.OPTIMIZER)
@@ -162,6 +171,8 @@ class _PipelineSearch:
         # Actors with the credits of 1f1b would divide as it does.
         for schedule in [one for one in schedules if one is not Schedule.ACTORS] or schedules:
             for saving in MEMORY_SAVINGS:
+                if saving.sums_each and not self.stagings.may_sum_each:
+                    continue
                 if saving.recomputes and schedule is Schedule.GPIPE and len(schedules) > 1:
                     # 1f1b is predicted to take as long, and keeps less.
                     break
@@ -171,7 +182,9 @@ class _PipelineSearch:
                     for staging in stagings:
                         self.take_fitting(staging)
                 outcomes = [self.take(staging) for staging in stagings]
-                if any(outcome is not None and not outcome.excess_bytes for outcome in outcomes):
+                # To make activations again may cost less than to sum gradients in every micro-batch.
+                fits = any(outcome is not None and not outcome.excess_bytes for outcome in outcomes)
+                if fits and not saving.sums_each:
                     break
 
     def walk(self, rng: np.random.Generator) -> None:
@@ -188,7 +201,9 @@ class _PipelineSearch:
         taken = idle = 0
         operators = len(self.stagings.graph.operators) * self.trial.problem.micro_batches
         most = min(MOST_MOVES, max(FEWEST_MOVES, OPERATORS_WALKED // operators))
-        most = min(most, max(1, TASKS_WALKED // (operators * self.trial.problem.device_count)))
+        devices = self.trial.problem.device_count
+        most = min(most, max(1, TASKS_WALKED // (operators * devices)))
+        most = max(1, most * min(devices, DEVICES_WALKED) // devices)
         while taken < most and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
             bound = _Bound(costs[current], rng)
@@ -405,8 +420,14 @@ class _Moves:
         return replace(staging, registers=(*before, changed, *behind))
 
     def _sharing_changed(self, staging: Staging) -> Staging:
-        """Return a staging that shares gradients and optimizer state, or no longer does."""
-        return replace(staging, shares_optimizer=not staging.shares_optimizer)
+        """Return a staging that shares gradients and optimizer state, or no longer does.
+
+        Where activations are made again for want of memory, gradients may be kept in shares before that.
+        """
+        shares_alone = staging.shares_optimizer and not staging.sums_each
+        if shares_alone and staging.recomputed and self._stagings.may_sum_each:
+            return replace(staging, sums_each=True)
+        return replace(staging, shares_optimizer=not staging.shares_optimizer, sums_each=False)
 
     def _recomputation_changed(self, staging: Staging) -> Staging:
         """Return a staging in which a stage's activations are made again or none of them are, or one segment's."""

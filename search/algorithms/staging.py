@@ -14,7 +14,7 @@ from typing import cast
 
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRange, OperatorRanges
-from graph.schedule import MicroBatches, Schedule
+from graph.schedule import GradientSums, MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding, Strategy
 from search.algorithms.best_tracker import builder_of
 from search.bounds.pipeline_costs import NO_SAVING, MemorySaving, PipelineCosts
@@ -51,6 +51,7 @@ class Staging:
     changed: configurations of operator groups within a stage, on the stage's devices numbered from 0: (stage, number of
         the operator group, configuration of its head).
     registers: of schedule actors, the micro-batches that each stage may have in flight; empty: those of 1f1b.
+    sums_each: whether gradients are summed in every micro-batch, so that what is shared is kept in shares.
     """
 
     firsts: tuple[int, ...]
@@ -60,6 +61,7 @@ class Staging:
     recomputed: frozenset[int] = frozenset()
     changed: tuple[tuple[int, int, Configuration], ...] = ()
     registers: tuple[int, ...] = ()
+    sums_each: bool = False
 
     @property
     def stages(self) -> int:
@@ -128,6 +130,11 @@ class Stagings:
             return ()
         return tuple(chunks for chunks in range(2, MOST_CHUNKS + 1) if groups * chunks <= self.costs.segments)
 
+    @property
+    def may_sum_each(self) -> bool:
+        """Whether it is a choice to sum gradients in every micro-batch."""
+        return self.problem.micro_batches > 1 and self.problem.gradients is None
+
     # ---- strategies
 
     def strategy(self, staging: Staging) -> Strategy | None:
@@ -150,7 +157,12 @@ class Stagings:
             strategy = shared(self.graph, strategy, Sharding.OPTIMIZER)
         strategy = replace(
             strategy,
-            micro_batches=MicroBatches(self.problem.micro_batches, staging.schedule, staging.registers),
+            micro_batches=MicroBatches(
+                self.problem.micro_batches,
+                staging.schedule,
+                staging.registers,
+                GradientSums.EACH if staging.sums_each else self.problem.gradients or GradientSums.LAST,
+            ),
             recomputation=self._recomputation(staging),
         )
         try:
@@ -262,6 +274,7 @@ class Stagings:
             schedule,
             saving.shares_optimizer,
             frozenset(range(self.costs.segments)) if saving.recomputes else frozenset(),
+            sums_each=saving.sums_each,
         )
 
 

@@ -18,6 +18,7 @@ from math import gcd
 import numpy as np
 
 from graph.operators import OperatorGraph, ValueKind
+from graph.schedule import GradientSums
 from graph.strategy import Configuration
 from graph.synchronization import BUCKET_BYTES
 from search.bounds.stage_division import Array, StageCosts, StageOption, StageTable
@@ -33,15 +34,21 @@ from search.space.pipelines import Split, Splits, crossing_bytes, moved, stage_s
 
 @dataclass(frozen=True, slots=True)
 class MemorySaving:
-    """A pipeline whose holders of weights share gradients and optimizer (ZeRO-2), or that makes segments again."""
+    """A pipeline whose holders of weights share gradients and optimizer (ZeRO-2), or that makes segments again.
+
+    sums_each: what is shared is summed in every micro-batch, so that of gradients shares are kept as well.
+    """
 
     shares_optimizer: bool = False
     recomputes: bool = False
+    sums_each: bool = False
 
 
 NO_SAVING = MemorySaving()
 MEMORY_SAVINGS = tuple(
-    MemorySaving(shares, recomputes) for recomputes in (False, True) for shares in (False, True)
+    MemorySaving(shares, recomputes, each)
+    for recomputes in (False, True)
+    for shares, each in ((False, False), (True, False), (True, True))
 )
 """In the order of what they cost in time."""
 
@@ -188,9 +195,15 @@ class PipelineCosts:
                 kept = np.minimum(kept, entering[:-1])
                 entering = np.zeros_like(entering)
             updated = of.updated_BB if saving.shares_optimizer else of.held_BB
-            once = np.rint(of.sum_ns_BB + updated * of.update_s * 1e9).astype(np.int64)
-            # Of several micro-batches gradients add up whole.
-            gradients = updated if self.problem.micro_batches == 1 else of.held_BB
+            sums_ns_BB = of.sum_ns_BB
+            sums_each = saving.sums_each or self.problem.gradients is GradientSums.EACH
+            if sums_each and self.problem.micro_batches > 1:
+                # Those of the last micro-batch are among them.
+                micro = micro + np.rint(np.diagonal(sums_ns_BB, 1)).astype(np.int64)
+                sums_ns_BB = np.zeros_like(sums_ns_BB)
+            once = np.rint(sums_ns_BB + updated * of.update_s * 1e9).astype(np.int64)
+            # Of several micro-batches gradients add up whole, where they are summed at the end.
+            gradients = updated if self.problem.micro_batches == 1 or sums_each else of.held_BB
             elements = of.held_BB + gradients + updated * self.builder.state_tensors
             # The inputs of all micro-batches are there from the beginning.
             static = elements * self._item_bytes + of.input_bytes_BB * self.problem.micro_batches

@@ -41,14 +41,16 @@ def fill_buckets(
     operator_active: Array,
     buckets: Buckets,
     bucket_bytes: int,
+    ends: Array,
 ) -> bool:
     """Fill the gradient buckets as `graph.plan` does; return False where the arrays are too short.
 
     A bucket's number is the order in which it was opened; `buckets.order` is that of the all-reduces. Each starts after
-    the backward of the operator `buckets.after`: this is its overlap with the backward.
+    the backward of the operator `buckets.after`: this is its overlap with the backward. `ends`: operators after which
+    no bucket stays open, descending, the first one last.
     """
     ptr, weights = weights_by_operator(graph, operator_active)
-    opened = closed = entries = 0
+    opened = closed = entries = ended = first_open = 0
     buckets.filling[:] = -1
     for operator in range(len(operator_active) - 1, -1, -1):
         for position in range(ptr[operator], ptr[operator + 1]):
@@ -88,11 +90,16 @@ def fill_buckets(
                     buckets.order[closed] = bucket
                     closed += 1
                     buckets.filling[series] = -1
-    for bucket in range(opened):
-        if buckets.after[bucket] < 0:
-            buckets.after[bucket] = 0
-            buckets.order[closed] = bucket
-            closed += 1
+        if operator == ends[ended]:
+            for bucket in range(first_open, opened):
+                if buckets.after[bucket] < 0:
+                    buckets.after[bucket] = operator
+                    buckets.order[closed] = bucket
+                    closed += 1
+            first_open = opened
+            ended += 1
+            if ended < len(ends):
+                buckets.filling[:] = -1
     buckets.counts[0] = opened
     buckets.counts[1] = entries
     return True

@@ -2,7 +2,8 @@
 
 A stage keeps what its backward needs from its forward of a micro-batch to its backward of it, and what the weight
 part needs, where that is apart, from there on; what it receives counts as its own. Gradients add up over the
-micro-batches, so that each device has whole ones of what it holds, also of weights whose optimizer is shared.
+micro-batches, so that each device has whole ones of what it holds, also of weights whose optimizer is shared; but for
+those that are summed in every micro-batch, of which it has what it updates.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from search.kernels.records import BACKWARD_UNIT, FORWARD_UNIT, Array, Derivatio
 
 @entry
 def account_stages(
-    emission: Emission, stage_O: Array, is_input_S: Array, state_tensors: int, memory: StageMemory
+    emission: Emission,
+    stage_O: Array,
+    on_stage_SD: Array,
+    is_input_S: Array,
+    state_tensors: int,
+    memory: StageMemory,
 ) -> None:
     """Write the memory of a derived strategy by stage.
 
-    stage_O: the stage of each operator. is_input_S: of static tensors, whether each micro-batch has its own.
-    state_tensors: of the optimizer, for each weight.
+    stage_O: the stage of each operator. on_stage_SD: the devices of each stage; no stages where gradients are summed
+    in the last micro-batch alone. is_input_S: of static tensors, whether each micro-batch has its own. state_tensors:
+    of the optimizer, for each weight.
     """
     for sums in (memory.static_D, memory.input_D):
         sums[:] = 0
@@ -30,7 +37,7 @@ def account_stages(
     memory.again_SD[:] = 0
     derivation = emission.derivation
     again_2GD = np.zeros_like(derivation.again_2GD)
-    account_static_tensors(emission, is_input_S, state_tensors, memory)
+    account_static_tensors(emission, on_stage_SD, is_input_S, state_tensors, memory)
     stage_G = np.full(again_2GD.shape[1], -1, np.int64)
     for operator in range(len(stage_O)):
         if emission.groups.first_O[operator] >= 0 and emission.groups.of_O[operator] >= 0:
@@ -43,19 +50,34 @@ def account_stages(
 
 
 @inner
+def is_held_by_one_stage(emission: Emission, static: int, on_stage_SD: Array) -> bool:
+    """Return whether some stage has all devices that hold a static tensor."""
+    holders = holders_of(emission.arena, emission.fragments.static_at[static])
+    for stage in range(len(on_stage_SD)):
+        has_all = True
+        for number in range(len(holders)):
+            has_all = has_all and on_stage_SD[stage, holders[number].device]
+        if has_all:
+            return True
+    return False
+
+
+@inner
 def account_static_tensors(
-    emission: Emission, is_input_S: Array, state_tensors: int, memory: StageMemory
+    emission: Emission, on_stage_SD: Array, is_input_S: Array, state_tensors: int, memory: StageMemory
 ) -> None:
     """Add weights, with gradients and the optimizer's state, buffers and inputs."""
     graph, derivation = emission.graph, emission.derivation
     for static in range(graph.static_count):
         holders = holders_of(emission.arena, emission.fragments.static_at[static])
         trained = is_trained(graph, static, derivation.operator_active)
+        in_shares = trained and is_held_by_one_stage(emission, static, on_stage_SD)
         for number in range(len(holders)):
             holder = holders[number]
             elements = holder.kept
             if trained:
-                elements += holder.kept + holder.updated * state_tensors
+                elements += holder.updated if in_shares else holder.kept
+                elements += holder.updated * state_tensors
             size_bytes = elements * graph.static_item_bytes[static]
             if is_input_S[static]:
                 memory.input_D[holder.device] += size_bytes

@@ -58,7 +58,7 @@ def derive_changes(
     )
     account_work(old_fragments, step, old, new, dirty, np.empty(len(derivation.memory_D), np.int64))
     active, bucket_bytes = derivation.operator_active, machines.bucket_bytes
-    if not fill_buckets(graph, fragments, arena, active, step.buckets, bucket_bytes):
+    if not fill_buckets(graph, fragments, arena, active, step.buckets, bucket_bytes, np.zeros(1, np.int64)):
         return -3
     if not find_gathers(graph, fragments, arena, active, groups, step.gathers, bucket_bytes):
         return -4

@@ -2,7 +2,7 @@
 
 A sum of gradients reads two tensors and writes one, as an update by plain SGD does, whose time it takes
 (`CostTable.backward_ns`, which has the sums within one micro-batch). The first micro-batch's gradients are copied
-into the buckets, which counts as a sum.
+into the buckets, which counts as a sum; so does each one's copy, where each is summed over replicas.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ stands in program order: a transfer or collective to the operator that it follow
 operator of its group. Units stand in the common order of the schedule, each with the tasks of its micro-batch:
 
     forwards and backwards of all stages on all micro-batches, and weight parts where the schedule has them apart; sums
-        of gradients only in the backwards, or weight parts, of the last micro-batch, when all others have added theirs
+        of gradients only in the backwards, or weight parts, of the last micro-batch, when all others have added theirs,
+        but for those that are summed in every micro-batch
     for each micro-batch the forward of the operators that only renew buffers, and renewals
     updates; gathers of updated shares
 
@@ -14,6 +15,10 @@ before it on its device: the schedule is static, whatever the order in which tas
 gradients until all micro-batches have been through the backwards of its readers, as these run on their devices one
 after the other. A sum that a backward of another micro-batch would wait for is awaited where it stands before it. What
 renews buffers for one micro-batch waits for what the one before renewed.
+
+Where gradients are summed in every micro-batch (`graph.plan.Plan.summed_each`), a bucket is filled again when its last
+sum is done, and of gradients that are shared a device has one sum under way beside the one that it prepares: for these
+wait the next sum, and what its devices compute after that.
 
 Of schedule actors the order of units is the one that stages find when each takes as long as in a step of one
 micro-batch alone, messages between them included (`with_acted_units`).
@@ -101,7 +106,8 @@ class Pipeline:
     """The stages of a strategy's operators, and the units of its step.
 
     stage_O: the stage of each operator. last_O: the last operator of the group that each is made again with, itself
-    where it is in none. is_late_O: whether each only renews buffers.
+    where it is in none. is_late_O: whether each only renews buffers. devices_of: of each stage. is_shared_B: whether
+    gradients are shared, of buckets in the order of their sums; None where all are summed in the last micro-batch.
     """
 
     stage_O: Array
@@ -110,6 +116,8 @@ class Pipeline:
     stages: int
     micro_batches: int
     units: Units
+    devices_of: tuple[frozenset[int], ...]
+    is_shared_B: Array | None = None
 
     @property
     def renewing(self) -> int:
@@ -145,6 +153,7 @@ def pipeline_of(
         stages=len(stages),
         micro_batches=micro_batches.count,
         units=_units(micro_batches, groups, len(stages) // groups),
+        devices_of=tuple(stage.devices for stage in stages),
     )
 
 
@@ -210,18 +219,22 @@ def unrolled(
         tasks, segment_T, launch_ns_T = with_weight_parts(
             tasks, segment_T, launch_ns_T, parts, _places(pipeline), pipeline.stages
         )
-    is_sum_T = tasks.kind == SYNCHRONIZE
-    is_of_all_T = is_sum_T | (segment_T == pipeline.updating)
-    source_N, micro_batch_N = _copies(segment_T, is_sum_T, pipeline)
+    is_last_sum_T = _is_last_sum(tasks, sets, pipeline)
+    is_of_all_T = is_last_sum_T | (segment_T == pipeline.updating)
+    source_N, micro_batch_N = _copies(segment_T, is_last_sum_T, pipeline)
     number_MT = np.empty((pipeline.micro_batches, len(segment_T)), np.int64)
     number_MT[micro_batch_N, source_N] = np.arange(len(source_N))
     number_MT[:, is_of_all_T] = number_MT[-1, is_of_all_T]
     resource_set_N = tasks.resource_set[source_N]
     computed = _by_device(resource_set_N, device_count)
     waiting_E, pred_E = _dependencies(tasks, source_N, micro_batch_N, number_MT)
-    renewals = _awaited_renewals(tasks, sets, segment_T == pipeline.renewing, device_count, number_MT)
-    if len(renewals[0]):
-        waiting_E, pred_E = (np.concatenate(pair) for pair in zip((waiting_E, pred_E), renewals, strict=True))
+    added = [_awaited_renewals(tasks, sets, segment_T == pipeline.renewing, device_count, number_MT)]
+    if pipeline.is_shared_B is not None:
+        added.append(_awaited_sums(tasks, sets, pipeline.is_shared_B, source_N, computed))
+    if any(len(waiting) for waiting, _ in added):
+        waiting_E, pred_E = (
+            np.concatenate(arrays) for arrays in zip((waiting_E, pred_E), *added, strict=True)
+        )
         by_waiting = np.argsort(waiting_E, kind="stable")
         waiting_E, pred_E = waiting_E[by_waiting], pred_E[by_waiting]
     pred_ptr, pred = _with_device_order(waiting_E, pred_E, computed, resource_set_N)
@@ -249,7 +262,7 @@ def busiest_ns(of_one: MicroBatchTasks) -> int:
     if parts is not None:
         run_ns_T = np.where(parts.is_divided_T, parts.input_ns_T + parts.weight_ns_T, run_ns_T)
     if pipeline is not None:
-        is_once_T = (tasks.kind == SYNCHRONIZE) | (_segments(tasks, pipeline) == pipeline.updating)
+        is_once_T = _is_last_sum(tasks, sets, pipeline) | (_segments(tasks, pipeline) == pipeline.updating)
         run_ns_T = np.where(is_once_T, 1, pipeline.micro_batches) * run_ns_T
     if not len(run_ns_T):
         return 0
@@ -278,6 +291,19 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
     return segment_T[np.maximum.accumulate(places)]
 
 
+def _is_last_sum(tasks: Tasks, sets: ResourceSets, pipeline: Pipeline) -> Array:
+    """Return which tasks are sums of gradients in the last micro-batch alone."""
+    is_sum_T: Array = tasks.kind == SYNCHRONIZE
+    if pipeline.is_shared_B is None:
+        return is_sum_T
+    result: Array = np.zeros(len(is_sum_T), np.bool_)
+    for resource_set in np.unique(tasks.resource_set[is_sum_T]).tolist():
+        devices = frozenset(sets.end[sets.end_ptr[resource_set] : sets.end_ptr[resource_set + 1]].tolist())
+        if not any(devices <= of_stage for of_stage in pipeline.devices_of):
+            result |= is_sum_T & (tasks.resource_set == resource_set)
+    return result
+
+
 def _places(pipeline: Pipeline) -> Array:
     """Return the place of each segment in the order of one micro-batch."""
     stages = np.arange(pipeline.stages)
@@ -287,7 +313,7 @@ def _places(pipeline: Pipeline) -> Array:
     return places
 
 
-def _copies(segment_T: Array, is_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
+def _copies(segment_T: Array, is_last_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
     """Return the task of one micro-batch of each task of the step, and the micro-batch: the last, of what is once."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
     sizes_G = np.bincount(segment_T, minlength=pipeline.updating + 1)
@@ -304,7 +330,7 @@ def _copies(segment_T: Array, is_sum_T: Array, pipeline: Pipeline) -> tuple[Arra
     micro_batches = np.concatenate([units.micro_batch_U, np.arange(count), [count - 1]])
     source_N = _ranges(first_G[segments], sizes_G[segments])
     micro_batch_N = np.repeat(micro_batches, sizes_G[segments])
-    kept = ~is_sum_T[source_N] | (micro_batch_N == count - 1)
+    kept = ~is_last_sum_T[source_N] | (micro_batch_N == count - 1)
     return source_N[kept], micro_batch_N[kept]
 
 
@@ -355,6 +381,39 @@ def _awaited_renewals(
     renewal = np.repeat(renewals, counts)[forward >= 0]
     forward = forward[forward >= 0]
     return number_MT[1:, forward].reshape(-1), number_MT[:-1, renewal].reshape(-1)
+
+
+def _awaited_sums(
+    tasks: Tasks, sets: ResourceSets, is_shared_B: Array, source_N: Array, computed: Array
+) -> tuple[Array, Array]:
+    """Return pairs of a sum, and of the next computation on each of its devices, and the sum that these wait for.
+
+    It is the one of the same bucket before it; of gradients that are shared, the one before it on the device.
+
+    computed: the computations of each device, one device after the other.
+    """
+    sums = np.flatnonzero(tasks.kind[source_N] == SYNCHRONIZE)
+    resource_set = tasks.resource_set[source_N[sums]]
+    ends_at = sets.end_ptr[resource_set]
+    counts = sets.end_ptr[resource_set + 1] - ends_at
+    # Of each sum and each device of it.
+    device = sets.end[_ranges(ends_at, counts)]
+    waiting = np.repeat(sums, counts)
+    bucket = tasks.subject[source_N[waiting]]
+    series = device * (1 + len(is_shared_B)) + np.where(is_shared_B[bucket], 0, 1 + bucket)
+    by_series = np.lexsort((waiting, series))
+    follows = np.flatnonzero(np.diff(series[by_series]) == 0)
+    before, after = by_series[follows], by_series[follows + 1]
+    count = len(source_N)
+    place = np.searchsorted(
+        tasks.resource_set[source_N[computed]] * count + computed, device[after] * count + waiting[after]
+    )
+    next_N = np.append(computed, 0)[place]
+    computes = (place < len(computed)) & (tasks.resource_set[source_N[next_N]] == device[after])
+    return (
+        np.concatenate([waiting[after], next_N[computes]]),
+        np.concatenate([waiting[before], waiting[before][computes]]),
+    )
 
 
 def _with_device_order(

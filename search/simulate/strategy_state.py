@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from graph.operator_ranges import OperatorRanges, group_numbers
 from graph.operators import ValueKind
-from graph.schedule import ONE_BATCH, MicroBatches, Schedule
+from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
 from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
@@ -251,11 +252,10 @@ class Layout:
             self._derive()
         derivation = self._derivation
         self._buckets = buckets_for(resource_sets, self._buckets)
-        while not fill_buckets(
-            wiring, fragments, arena, derivation.operator_active, self._buckets, self.builder.bucket_bytes
-        ):
-            self._buckets = more_buckets(self._buckets)
         active, least_bytes = derivation.operator_active, self.builder.bucket_bytes
+        ends = self._bucket_ends()
+        while not fill_buckets(wiring, fragments, arena, active, self._buckets, least_bytes, ends):
+            self._buckets = more_buckets(self._buckets)
         while not find_gathers(wiring, fragments, arena, active, self.groups, self.gathers, least_bytes):
             self.gathers = new_gathers(self, 2 * len(self.gathers.resource_set))
         emission = self.emission()
@@ -265,6 +265,18 @@ class Layout:
             emission = emission._replace(tasks=self._tasks)
         emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
         return self._tasks, resource_sets
+
+    def _bucket_ends(self) -> Array:
+        """Return the operators after whose backward no bucket stays open, descending: the first one of all at least.
+
+        Raises:
+            StrategyError: the schedule is interleaved, and groups of devices do not take turns.
+        """
+        firsts = {0}
+        if self.micro_batches.sums_each:
+            stages = stages_of(self.builder.graph, self.configurations, self.micro_batches.schedule)
+            firsts.update(stage.first for stage in stages)
+        return np.array(sorted(firsts, reverse=True), np.int64)
 
     def micro_batch(self) -> MicroBatchTasks:
         """Return the tasks of one micro-batch, valid until the next change, and find the peak memory of a step.
@@ -283,6 +295,8 @@ class Layout:
         pipeline = pipeline_of(
             self.builder.graph, self.configurations, self.micro_batches, self.groups.last_O
         )
+        if self.micro_batches.sums_each:
+            pipeline = replace(pipeline, is_shared_B=self._is_shared_B())
         self._account(pipeline, tasks)
         builder = self.builder
         added_ns = builder.accumulation.backward_ns(tasks, self.configurations, builder.sum_s_D)
@@ -311,6 +325,12 @@ class Layout:
             pipeline = with_acted_units(pipeline, self.micro_batches, tasks, device_count, self._served)
         return unrolled(tasks, resource_sets, device_count, pipeline, parts)
 
+    def _is_shared_B(self) -> Array:  # noqa: N802 - the shape suffix
+        """Return whether the gradients of each bucket are shared, in the order of their sums."""
+        count = self._buckets.counts[0]
+        is_shared_B: Array = self._buckets.sharing[self._buckets.order[:count]] != SHARING_CODE[Sharding.NONE]
+        return is_shared_B
+
     def _served(self, tasks: Tasks) -> tuple[Array, Array]:
         """Return when each task of a step in one batch starts and ends, in program order."""
         timeline = Timeline(*(np.zeros(len(tasks.kind), np.int64) for _ in range(3)))
@@ -336,7 +356,12 @@ class Layout:
             )
         statics = static_values(self.builder.graph)
         is_input_S = np.array([value.kind is ValueKind.INPUT for value in statics], np.bool_)
-        account_stages(self.emission(), pipeline.stage_O, is_input_S, self.builder.state_tensors, memory)
+        on_stage_SD = np.zeros((0 if pipeline.is_shared_B is None else stages, devices), np.bool_)
+        for stage in range(len(on_stage_SD)):
+            on_stage_SD[stage, list(pipeline.devices_of[stage])] = True
+        account_stages(
+            self.emission(), pipeline.stage_O, on_stage_SD, is_input_S, self.builder.state_tensors, memory
+        )
         find_step_peak(units.phase_U, units.stage_U, memory, pipeline.micro_batches, self._derivation.peak_D)
 
     def emission(self) -> Emission:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from app.services.search import micro_batch_searches, micro_batches
 from app.services.search.request import SearchRequest
 from app.services.search.search import run_search
 from graph.errors import DamagedDataError, StrategyError, UsageError
-from graph.schedule import MicroBatches, Schedule
+from graph.schedule import GradientSums, MicroBatches, Schedule
 from graph.strategy import Strategy
 from runtime.jobs.job import Job, JobResult
 from search.space.baselines import data_parallel, fsdp
@@ -207,6 +207,39 @@ def test_a_run_in_micro_batches_is_verified(
 
 
 @pytest.mark.usefixtures("known_links")
+def test_a_run_sums_gradients_in_each_micro_batch(command: Command) -> None:
+    options = ("--micro-batches", "4", "--gradients", "each", "--verify")
+    done = command(*RUN, "--strategy", "zero", *options, "--json")
+    assert done.code == 0, done
+    assert done.document["verified"]
+    said = {"count": 4, "schedule": "1f1b", "gradients": "each", "stages": 1, "samples": 2}
+    assert done.document["micro_batches"] == said
+    shown = command("strategy", "show", done.document["digest"]).output
+    assert "micro-batches: 4, schedule 1f1b, gradients summed in each, 1 stage; 2 samples each\n" in shown
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_run_gives_actors_credits_and_sums_as_asked(command: Command, jobs: list[Job]) -> None:
+    pipelined = ("--strategy", "3d-1x1x2", "--micro-batches", "4")
+    actors = ("--schedule", "actors", "--credits", "3,2", "--gradients", "each")
+    stored = command(*RUN, *pipelined, *actors, "--json")
+    assert stored.code == 0, stored
+    own = MicroBatches(4, Schedule.ACTORS, (3, 2), GradientSums.EACH)
+    assert jobs[-1].strategy.micro_batches == own
+    again = command(*RUN, "--strategy", stored.document["digest"], "--gradients", "last", "--json")
+    assert again.code == 0, again
+    assert jobs[-1].strategy.micro_batches == replace(own, gradients=GradientSums.LAST)
+    for given, said in (
+        (("--schedule", "actors", "--credits", "3"), "has credits for 1 stages, must have them for its 2"),
+        (("--credits", "3,2"), "--credits: credits are given for schedule 1f1b, must be for schedule actors"),
+    ):
+        refused = command(*RUN, *pipelined, *given)
+        assert refused.code == 2
+        assert said in refused.errors
+        assert refused.errors.count("\n") == 1
+
+
+@pytest.mark.usefixtures("known_links")
 def test_a_run_in_one_batch_is_as_before(command: Command, jobs: list[Job]) -> None:
     first = command(*RUN, "--strategy", "data-parallel", "--json")
     second = command(*RUN, "--strategy", "data-parallel", "--micro-batches", "1", "--json")
@@ -262,6 +295,13 @@ def test_a_strategy_of_one_batch_may_accumulate_gradients(command: Command, jobs
         (("--strategy", "zero", "--micro-batches", "2", "--compile"), "--compile: compiles operators"),
         (("--strategy", "zero", "--micro-batches", "3"), "must be a multiple of its 3 micro-batches"),
         (("--strategy", "zero", "--schedule", "gpipe"), "--schedule: is gpipe, must be left out for a step"),
+        (("--strategy", "zero", "--gradients", "each"), "--gradients: is each, must be left out for a step"),
+        (("--strategy", "zero", "--credits", "2,1"), "--credits: is 2,1, must be left out for a step"),
+        (
+            ("--strategy", "zero", "--credits", "two"),
+            "--credits: is two, must be a whole number for each stage",
+        ),
+        (("--strategy", "zero", "--gradients", "never"), "--gradients: is never, must be one of last, each"),
         (
             ("--strategy", "zero", "--micro-batches", "2", "--schedule", "2f2b"),
             "--schedule: is 2f2b, must be one of gpipe, 1f1b, interleaved, zero-bubble",
@@ -360,6 +400,7 @@ def test_a_search_in_one_batch_is_stored_as_before(command: Command) -> None:
     request = json.loads(first["options"])["request"]
     assert request == json.loads(second["options"])["request"]
     assert "schedule" not in request
+    assert "gradients" not in request
     assert "micro_batches" not in request["model"]
 
 
@@ -367,10 +408,13 @@ def test_a_search_with_micro_batches_can_be_resumed(command: Command, database: 
     from app.db.store import Store
     from app.services.search.request import request_of
 
-    found = command(*RANDOM, "--micro-batches", "2", "--schedule", "gpipe", "--json").document
+    options = ("--micro-batches", "2", "--schedule", "gpipe", "--gradients", "each")
+    found = command(*RANDOM, *options, "--json").document
+    assert found["micro_batches"]["gradients"] == "each"
     with Store.open(database) as store:
         request = request_of(store.search(found["search"]))
     assert (request.model.micro_batches, request.model.batch_size, request.schedule) == (2, 8, "gpipe")
+    assert request.gradients == "each"
 
 
 @pytest.mark.parametrize(
@@ -407,6 +451,7 @@ def test_a_search_that_cannot_have_micro_batches_is_refused_before_anything_is_w
         (("--micro-batches", "0"), "--micro-batches: is 0, must be from 1 to 4096"),
         (("--micro-batches", "3"), "must be a multiple of its 3 micro-batches"),
         (("--schedule", "gpipe"), "--schedule: is gpipe, must be left out for a step in one batch"),
+        (("--gradients", "each"), "--gradients: is each, must be left out for a step in one batch"),
         (("--micro-batches", "auto", "--share-weights"), "--share-weights: may share weights themselves"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from graph.errors import StrategyError
 from graph.schedule import (
+    GradientSums,
     MicroBatches,
     Phase,
     Schedule,
@@ -191,6 +192,12 @@ def test_gradients_of_the_last_micro_batch_come_last_in_every_stage() -> None:
 def test_document_comes_back_and_one_micro_batch_is_left_out() -> None:
     micro_batches = MicroBatches(8, Schedule.GPIPE)
     assert micro_batches_from_json(micro_batches_to_json(micro_batches)) == micro_batches
+    assert "gradients" not in micro_batches_to_json(micro_batches)
+    each = MicroBatches(8, Schedule.GPIPE, gradients=GradientSums.EACH)
+    assert each.text == "8 micro-batches, schedule gpipe, gradients summed in each"
+    assert micro_batches_to_json(each) == {"count": 8, "schedule": "gpipe", "gradients": "each"}
+    assert micro_batches_from_json(micro_batches_to_json(each)) == each
+    assert MicroBatches(1, gradients=GradientSums.EACH) == MicroBatches()
     assert micro_batches_to_json(MicroBatches(1, Schedule.GPIPE)) == {}
     assert MicroBatches(1, Schedule.GPIPE) == micro_batches_from_json({})
 
@@ -206,6 +213,7 @@ def test_document_comes_back_and_one_micro_batch_is_left_out() -> None:
             "schedule is dualpipe, must be one of gpipe, 1f1b, interleaved, zero-bubble",
         ),
         ({"count": 2, "order": "gpipe"}, "key order is unknown"),
+        ({"count": 2, "gradients": "first"}, "gradients is first, must be one of last, each"),
     ],
 )
 def test_malformed_document_is_refused(document: object, message: str) -> None:

@@ -8,7 +8,7 @@ from graph.axes import operand_regions
 from graph.intervals import volume
 from graph.operators import ValueKind
 from graph.plan import weight_placement
-from graph.schedule import MicroBatches, Phase, Schedule, Unit
+from graph.schedule import GradientSums, MicroBatches, Phase, Schedule, Unit
 from graph.strategy import Sharding
 from graph.training import OPTIMIZER_STATE
 from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, lasting_outputs
@@ -43,6 +43,27 @@ class StepDeriver:
         self.latest: dict[int, StepKey] = {}
         # By device, the renewals of the micro-batch before that no forward has waited for.
         self.renewed: dict[int, set[StepKey]] = {}
+        # By device, and by bucket where its gradients are not shared: the latest sum, and by device what the next
+        # computation waits for.
+        self.summed: dict[tuple[int, int | None], StepKey] = {}
+        self.blocking: dict[int, set[StepKey]] = {}
+
+    def is_summed_each(self, key: Key) -> bool:
+        """Whether a bucket is summed in every micro-batch: so the strategy says, and some stage has all its devices."""
+        devices = set(self.plan.buckets[int(key[1])].devices)
+        within = any(devices <= stage.devices for stage in self.plan.stages)
+        return self.plan.strategy.micro_batches.gradients is GradientSums.EACH and within
+
+    def sums_before(self, key: Key, number: int) -> set[StepKey]:
+        """The sums that a sum waits for, as do its devices from then on; note it as the latest."""
+        bucket, waits = self.plan.buckets[int(key[1])], set()
+        for device in bucket.devices:
+            series = device, (int(key[1]) if bucket.sharding is Sharding.NONE else None)
+            if series in self.summed:
+                waits.add(self.summed[series])
+                self.blocking.setdefault(device, set()).add(self.summed[series])
+            self.summed[series] = number, key
+        return waits
 
     def adding(self, task: Task) -> Task:
         """Return a task with the time to add its gradients of weights to those of other micro-batches."""
@@ -207,20 +228,24 @@ class StepDeriver:
     def add(self, task: Task, number: int) -> None:
         """Add a task for a micro-batch, if it is done for that."""
         kind, last = task.key[0], self.count - 1
-        if kind == "synchronize" and number != last:
+        if kind == "synchronize" and number != last and not self.is_summed_each(task.key):
             return
         there = {step.key for step in self.steps}
         waits: set[StepKey] = set()
         for key in task.predecessors:
             if key[0] != "synchronize":
                 waits.add((number, key))
-            elif (last, key) in there:
-                waits.add((last, key))
-            if kind in ("synchronize", "update") and key[0] in ("backward", "weight"):
+            else:
+                waits |= {(number if self.is_summed_each(key) else last, key)} & there
+            is_own = kind == "synchronize" and self.is_summed_each(task.key)
+            if kind in ("synchronize", "update") and key[0] in ("backward", "weight") and not is_own:
                 # The backwards of all micro-batches add to what is summed, or updated.
                 waits |= {(other, key) for other in range(self.count)}
+        if kind == "synchronize" and self.plan.strategy.micro_batches.gradients is GradientSums.EACH:
+            waits |= self.sums_before(task.key, number)
         if kind in COMPUTE:
             (device,) = task.resources
+            waits |= self.blocking.pop(device, set())
             if device in self.latest:
                 waits.add(self.latest[device])
             if self.part(task.key) == ("renewals", 0):
@@ -321,11 +346,15 @@ class StepDeriver:
         for value in plan.graph.values:
             if value.kind is ValueKind.OPERATOR:
                 continue
-            for device, region in weight_placement(plan.graph, plan.strategy, value.name).items():
+            placement = weight_placement(plan.graph, plan.strategy, value.name)
+            within = any(set(placement) <= stage.devices for stage in plan.stages)
+            in_shares = within and plan.strategy.micro_batches.gradients is GradientSums.EACH
+            for device, region in placement.items():
                 elements = volume(region)
                 if value.name in deriver.trained():
-                    # A gradient is whole until it is summed, in the last micro-batch.
-                    elements += volume(region) + deriver.updated(value.name, device) * state
+                    updated = deriver.updated(value.name, device)
+                    # A gradient is whole until it is summed.
+                    elements += (updated if in_shares else volume(region)) + updated * state
                     assert plan.sharding[value.name] is not Sharding.PARAMETERS
                 target = inputs if value.kind is ValueKind.INPUT else static
                 target[device] += elements * value.spec.item_bytes

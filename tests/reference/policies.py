@@ -22,7 +22,7 @@ def layer(tasks: TaskGraph) -> list[int]:
     work += [("backward", operator) for operator in reversed(order.of_loss)]
     work += [("forward", operator) for operator in order.of_buffers]
     work += [("next", operator) for operator in (*order.of_loss, *order.of_buffers)]
-    kinds = {TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward"}
+    kinds = {TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.RECOMPUTE: "backward"}
     of_bucket: dict[int, int] = {}
 
     def unless_waited_for(task: int, kind: TaskKind, subject: int) -> int:

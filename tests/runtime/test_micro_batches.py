@@ -11,8 +11,8 @@ import pytest
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.plan import build_plan
-from graph.schedule import MicroBatches, Schedule, group_orders, stages_of
-from graph.strategy import Sharding, Strategy
+from graph.schedule import GradientSums, MicroBatches, Schedule, group_orders, stages_of
+from graph.strategy import Configuration, Sharding, Strategy
 from runtime.jobs.job import Job
 from runtime.jobs.models import split_batch
 from runtime.lowering.loss_count import counted_loss
@@ -117,6 +117,47 @@ def test_shared_optimizers_and_recomputation_go_with_micro_batches(
         recomputation=random_groups(graph, 7),
     )
     check(pool, name, in_micro_batches(plain, 4, schedule), "adam")
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("name", ["branches", "recurrent"])
+@pytest.mark.parametrize("seed", seeds(2, 6))
+def test_gradients_summed_in_every_micro_batch_train_as_the_plain_module(
+    pool: LocalPool, name: str, schedule: Schedule, seed: int
+) -> None:
+    """Weights are shared or not, and are held whole, in parts, or by several stages."""
+    graph, rng = graph_of(name, batch_size=SAMPLES), random.Random(seed)
+    if schedule is Schedule.INTERLEAVED:
+        strategy = staged(graph, [[0], [1]], 2, seed, split=False)
+        # On all devices of its group, so that there is something to sum.
+        doubled = [
+            Configuration((*one.degrees[:-1], 2), (2 * one.devices[0], 2 * one.devices[0] + 1))
+            for one in strategy.configurations
+        ]
+        strategy = strategy.with_configurations(tuple(doubled))
+    else:
+        strategy = staged(graph, [[0, 1], [2, 3]] if seed % 3 else [[0, 1, 2, 3]], 1, seed)
+    levels = [rng.choice([Sharding.NONE, Sharding.OPTIMIZER]) for _ in graph.weights]
+    each = MicroBatches(4, schedule, gradients=GradientSums.EACH)
+    strategy = replace(strategy, sharding=tuple(levels), micro_batches=each)
+    # Weights of the recurrent network are those of several stages, where there are several.
+    assert any(build_plan(graph, strategy, (0,) * 4).summed_each) or name == "recurrent"
+    check(pool, name, strategy, "momentum")
+
+
+def test_buckets_over_several_stages_are_summed_once() -> None:
+    graph = graph_of("recurrent", batch_size=SAMPLES)
+    strategy = replace(
+        staged(graph, [[0, 1], [2, 3]], 1, 3),
+        micro_batches=MicroBatches(4, gradients=GradientSums.EACH),
+    )
+    plan = build_plan(graph, strategy, (0,) * 4)
+    over_stages = [
+        not any(set(bucket.devices) <= stage.devices for stage in plan.stages) for bucket in plan.buckets
+    ]
+    assert plan.summed_each == tuple(not over for over in over_stages)
+    once = replace(strategy, micro_batches=MicroBatches(4))
+    assert not any(build_plan(graph, once, (0,) * 4).summed_each)
 
 
 @pytest.mark.parametrize("name", ["ignoring", "perceptron"])

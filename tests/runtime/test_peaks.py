@@ -16,8 +16,8 @@ from graph.errors import RuntimeFailure
 from graph.importer import import_module
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, build_plan
-from graph.schedule import MicroBatches, Schedule
-from graph.strategy import Strategy
+from graph.schedule import GradientSums, MicroBatches, Schedule
+from graph.strategy import Sharding, Strategy
 from graph.training import Training
 from profiler.operators.counter_rng import keep_mask
 from runtime.jobs.job import Job
@@ -123,6 +123,31 @@ def test_micro_batches_take_what_the_walk_says(pool: LocalPool, name: str, sched
     graph = graph_of(name, batch_size=BATCHES[name])
     plain = staged(graph, [[0], [1]], 1, 1, split=False)
     check_against_a_run(pool, name, in_micro_batches(plain, 4, schedule), "momentum")
+
+
+def on_two_devices(graph: OperatorGraph, sharding: Sharding, gradients: GradientSums) -> Strategy:
+    """Return data parallelism in four micro-batches, without or with a shared optimizer."""
+    return replace(
+        by_kind(graph, [AxisKind.SAMPLE], [0, 1]),
+        sharding=(sharding,) * len(graph.weights),
+        micro_batches=MicroBatches(4, gradients=gradients),
+    )
+
+
+@pytest.mark.parametrize("sharding", [Sharding.NONE, Sharding.OPTIMIZER])
+def test_gradients_summed_in_each_micro_batch_take_what_the_walk_says(
+    pool: LocalPool, sharding: Sharding
+) -> None:
+    graph = graph_of("perceptron", batch_size=BATCHES["perceptron"])
+    check_against_a_run(pool, "perceptron", on_two_devices(graph, sharding, GradientSums.EACH), "momentum")
+    # Where weights are most of what there is, in several buckets, shares take less than whole gradients.
+    small = graph_of("perceptron", batch_size=2)
+    plans = (
+        build_plan(small, on_two_devices(small, sharding, gradients), (0, 0), bucket_bytes=64)
+        for gradients in GradientSums
+    )
+    last, each = (trace_memory(plan, Training(1), 0).peak_bytes for plan in plans)
+    assert (each < last) == (sharding is Sharding.OPTIMIZER)
 
 
 @pytest.mark.parametrize("credits_S", [(1, 1), (2, 1), (4, 4)])

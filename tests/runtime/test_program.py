@@ -20,7 +20,12 @@ from runtime.execution.executor import Executor
 from runtime.instructions.base import Instruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective
 from runtime.instructions.compute import Differentiate, Release
-from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce, UpdateFirst
+from runtime.instructions.gradient_synchronization import (
+    FillBucket,
+    FinishAllReduce,
+    StartAllReduce,
+    UpdateFirst,
+)
 from runtime.instructions.messages import Arrival, Exchange, Receive, ReceiveGradients, SendGradients
 from runtime.instructions.sharded_weights import (
     AwaitGathers,
@@ -79,6 +84,8 @@ class Rank:
         self.expected: dict[int, tuple[int, int]] = {}
         self.collecting: dict[int, tuple[tuple[int, ...], int]] = {}
         self.started: list[tuple[tuple[int, ...], int]] = []
+        # The reduce-scatter that was started last.
+        self.scattered: tuple[tuple[int, ...], int] | None = None
 
 
 class Model:
@@ -116,14 +123,22 @@ class Model:
         if isinstance(instruction, (FinishReduceScatter, FinishAllGather)):
             group = instruction.group
             return self._ended(group.ranks, self.number_of_group[rank.number, group.number])
-        if isinstance(instruction, StartReduceScatter) and instruction.before is not None:
-            before = instruction.before
-            if not self._ended(before.ranks, self.number_of_group[rank.number, before.number]):
+        if isinstance(instruction, FillBucket) and instruction.bucket.each:
+            last = self.number_in_group.get((rank.number, instruction.bucket.number))
+            if last is not None and not self._ended(instruction.bucket.ranks, last):
                 return False
+        if (
+            isinstance(instruction, StartReduceScatter)
+            and rank.scattered is not None
+            and not self._ended(*rank.scattered)
+        ):
+            return False
         if isinstance(instruction, (StartReduceScatter, StartAllGather)):
             group, kind = instruction.group, type(instruction).__name__
             order = self._issue(rank, group.ranks, (kind, group.length, group.dtype))
             self.number_of_group[rank.number, group.number] = order
+            if isinstance(instruction, StartReduceScatter):
+                rank.scattered = group.ranks, order
         if isinstance(instruction, StartAllReduce):
             bucket = instruction.bucket
             order = self._issue(rank, bucket.ranks, ("reduction", instruction.first, instruction.last))

@@ -12,7 +12,7 @@ from graph.calls import LocalCall
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRange
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
+from graph.schedule import ONE_BATCH, GradientSums, MicroBatches, Schedule, stages_of
 from graph.strategy import Configuration, Sharding, Strategy
 from graph.topology import Topology
 from graph.training import Training
@@ -34,6 +34,7 @@ from tests.reference.taskgraph import Deriver
 from tests.search.builders import (
     GraphBuilder,
     LaunchedCosts,
+    all_reduces,
     branches,
     cluster,
     devices,
@@ -217,6 +218,54 @@ def test_names_say_the_micro_batch_of_what_is_done_for_each() -> None:
     assert tasks.names([1]) == named[1:2]
 
 
+def replicated(sum_s: float, gradients: GradientSums, sharding: Sharding = Sharding.NONE) -> Simulation:
+    """Return the step of one layer on two devices in three micro-batches, each 3 units, whose sums take `sum_s`."""
+    graph = chain(1)
+    plain = data_parallel(graph, 2)
+    return simulate(
+        graph,
+        replace(
+            plain,
+            sharding=(sharding,) * len(graph.weights),
+            micro_batches=MicroBatches(3, gradients=gradients),
+        ),
+        devices(2),
+        CostTable(UnitCosts()),
+        Training(3 * SAMPLES, optimizer="sgd"),
+        links=all_reduces({2: (sum_s, 0.0)}),
+        local_calls=local_calls,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sum_units", "last_units", "each_units"),
+    [
+        # Three micro-batches of three units and a sum. Where each is summed, the loss of the next goes over the link
+        # behind the sum, and its backward begins when both are there: a forward, and a backward and a sum three times.
+        (2, 9 + 2, 1 + 3 * (2 + 2)),
+        (4, 9 + 4, 1 + 3 * (2 + 4)),
+    ],
+)
+def test_sums_of_each_micro_batch_take_the_link_from_the_next(
+    sum_units: int, last_units: int, each_units: int
+) -> None:
+    times = [
+        replicated(sum_units * UNIT_S, gradients).step_time_ns // UNIT_NS
+        for gradients in (GradientSums.LAST, GradientSums.EACH)
+    ]
+    assert times == [last_units, each_units]
+
+
+def test_shares_of_gradients_are_all_that_is_kept_where_each_is_summed() -> None:
+    weight_bytes = 4 * WIDTH * WIDTH
+    plain_last, plain_each, last, each = (
+        replicated(UNIT_S, gradients, sharding).peak_memory_bytes[0]
+        for sharding in (Sharding.NONE, Sharding.OPTIMIZER)
+        for gradients in (GradientSums.LAST, GradientSums.EACH)
+    )
+    assert plain_last == plain_each == last == each + weight_bytes // 2
+
+
 # ---- strategies of stages, at random
 
 
@@ -257,12 +306,15 @@ def random_stages(
 
 
 def varied(strategy: Strategy, graph: OperatorGraph, rng: np.random.Generator) -> Strategy:
-    """Return a strategy with weights whose optimizer is shared, and with groups made again, now and then."""
+    """Return a strategy with optimizers shared, groups made again, gradients summed in each, now and then."""
     if rng.random() < 0.5:
         levels = [(Sharding.NONE, Sharding.OPTIMIZER)[rng.integers(2)] for _ in graph.weights]
         strategy = replace(strategy, sharding=tuple(levels))
     if rng.random() < 0.5:
         strategy = replace(strategy, recomputation=random_groups(graph, rng))
+    if rng.random() < 0.5:
+        each = replace(strategy.micro_batches, gradients=GradientSums.EACH)
+        strategy = replace(strategy, micro_batches=each)
     return strategy
 
 
@@ -434,6 +486,16 @@ def test_strategies_of_the_slow_reference_have_stages_chunks_shares_and_groups()
     }
     assert {(GPIPE, 3, 3), (IN_TURN, 3, 3), (INTERLEAVED, 4, 2), (INTERLEAVED, 2, 2)} <= groups
     assert any(strategy.recomputation and len(plan.stages) > 1 for strategy, plan in drawn)
+    each = {
+        (strategy.micro_batches.schedule, bucket.sharding)
+        for strategy, plan in drawn
+        for bucket, is_each in zip(plan.buckets, plan.summed_each, strict=True)
+        if is_each
+    }
+    assert len(each) > 7
+    assert any(
+        len(set(plan.summed_each)) == 2 for strategy, plan in drawn if strategy.micro_batches.sums_each
+    )
     assert any(
         bucket.sharding is Sharding.OPTIMIZER
         for strategy, plan in drawn

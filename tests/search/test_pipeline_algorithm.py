@@ -10,7 +10,7 @@ import pytest
 
 from graph.errors import StrategyError, UsageError
 from graph.operators import OperatorGraph
-from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
+from graph.schedule import ONE_BATCH, GradientSums, MicroBatches, Schedule, stages_of
 from graph.strategy import Sharding
 from graph.synchronization import Policy, Synchronization
 from graph.training import Training
@@ -89,6 +89,32 @@ def test_under_a_limit_an_outcome_is_exact_or_shows_that_the_exact_one_is_not_be
             assert limited == own or own >= limited >= limit
             passed_by += limited != own
     assert passed_by
+
+
+@pytest.mark.parametrize("name", ["branches", "joined"])
+def test_where_memory_is_short_shares_of_gradients_are_tried(name: str) -> None:
+    """Memories are as large as the 3-D parallelism with gradients summed in each micro-batch needs that takes least."""
+    ample = problem(GRAPHS[name], 4)
+    stagings = Stagings(ample)
+    strategies = [
+        stagings.strategy(replace(staging, shares_optimizer=True, sums_each=True))
+        for staging in stagings.baselines()
+    ]
+    in_each = [strategy for strategy in strategies if strategy is not None]
+    builder = builder_of(ample)
+    needed_bytes = [int(builder.build(strategy).peak_memory_D.max()) for strategy in in_each]
+    posed = problem(GRAPHS[name], 4, memory_bytes=min(needed_bytes))
+    result = pipeline(posed, most=MOST, seed=3)
+    assert not result.outcome.excess_bytes
+    for strategy in in_each:
+        assert result.outcome <= simulated(posed, strategy, "program")
+
+
+@pytest.mark.parametrize("gradients", GradientSums)
+def test_gradients_are_summed_as_the_problem_says(gradients: GradientSums) -> None:
+    posed = replace(problem(branches(), 4, memory_bytes=4000), gradients=gradients)
+    result = pipeline(posed, most=200, seed=3)
+    assert result.strategy.micro_batches.gradients is gradients
 
 
 def test_one_seed_gives_one_result_and_keeps_to_its_budget() -> None:

@@ -38,7 +38,7 @@ from graph.backward_parts import parts_of_backward
 from graph.calls import LocalCall
 from graph.canonical import canonical_json
 from graph.errors import UsageError
-from graph.schedule import Schedule
+from graph.schedule import GradientSums, Schedule
 from graph.strategy import Strategy, strategy_text
 from graph.topology import Processor, Topology
 from graph.training import Training
@@ -132,7 +132,7 @@ class Setting:
     """The model, target and training that predictions share, with their costs and the ids of their rows.
 
     measurers: by device kind, of the kinds that this machine has.
-    schedule: the one asked for, of the model's micro-batches; None: any.
+    schedule, gradients: those asked for, of the model's micro-batches; None: any.
     """
 
     model: ImportedModel
@@ -145,10 +145,11 @@ class Setting:
     table: CostTable
     measurers: Mapping[str, Measurer] = field(default_factory=dict)
     schedule: Schedule | None = None
+    gradients: GradientSums | None = None
 
     def in_micro_batches(self, strategy: Strategy) -> Strategy:
-        """Return a strategy with the micro-batches of the model, in the schedule that is asked for."""
-        return strategy.in_micro_batches(self.model.request.micro_batches, self.schedule)
+        """Return a strategy with the micro-batches of the model, as they are asked for."""
+        return strategy.in_micro_batches(self.model.request.micro_batches, self.schedule, self.gradients)
 
     @property
     def topology(self) -> Topology:

@@ -25,4 +25,5 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
         setting.builder if costs is None else None,
         setting.model.request.micro_batches,
         setting.schedule,
+        setting.gradients,
     )

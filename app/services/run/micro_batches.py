@@ -16,6 +16,7 @@ from app.db.store import Store
 from app.services.models.micro_batches import model_for
 from app.services.predict.named_strategies import follows_graph
 from graph.errors import UsageError
+from graph.schedule import with_credits
 from graph.strategy import Sharding, Strategy, read_document
 from graph.synchronization import Policy, synchronization_from_json
 
@@ -35,10 +36,17 @@ def with_micro_batches(request: RunRequest, database: str | None) -> RunRequest:
     request = replace(request, model=model)
     if model.micro_batches != 1:
         _check(request, document)
-    elif request.schedule is not None:
-        raise UsageError(
-            f"--schedule: is {request.schedule}, must be left out for a step in one batch; give --micro-batches"
-        )
+        return request
+    given = ",".join(map(str, request.credits))
+    for option, value in (
+        ("--schedule", request.schedule),
+        ("--gradients", request.gradients),
+        ("--credits", given or None),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"{option}: is {value}, must be left out for a step in one batch; give --micro-batches"
+            )
     return request
 
 
@@ -47,6 +55,7 @@ def divided(strategy: Strategy, request: RunRequest) -> Strategy:
 
     Raises:
         UsageError: the strategy is for another number of them.
+        StrategyError: credits are given for another schedule than actors.
     """
     count, own = request.model.micro_batches, strategy.micro_batches.count
     if own not in (1, count):
@@ -54,7 +63,11 @@ def divided(strategy: Strategy, request: RunRequest) -> Strategy:
             f"strategy {request.strategy}: has {own} micro-batches, must have {count} as the graph is of; import the "
             "model with as many"
         )
-    return strategy.in_micro_batches(count, request.schedule)
+    strategy = strategy.in_micro_batches(count, request.schedule, request.gradients)
+    if not request.credits:
+        return strategy
+    given = with_credits(strategy.micro_batches, list(request.credits), "--credits")
+    return replace(strategy, micro_batches=given)
 
 
 def _document(reference: str, database: str | None) -> Any:

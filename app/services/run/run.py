@@ -35,7 +35,7 @@ from app.services.run.report import DeviceMemory, RunReport
 from app.services.timeline.recorded_scheduling import recorded_scheduling
 from app.services.timeline.store import read_recording, write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
-from graph.schedule import Schedule
+from graph.schedule import GradientSums, Schedule
 from graph.strategy import Strategy
 from graph.synchronization import Policy, Synchronization, synchronization_to_json
 from graph.topology import Processor
@@ -64,6 +64,8 @@ class RunRequest:
     compile_stretches: compile whatever is between one communication and the next; else what the strategy says.
     synchronization: in which pieces and in which order gradients are summed; None: as the strategy says.
     micro_batches, schedule: the parts that the batch is gone through in, and their order; None: as the strategy says.
+    gradients, credits: when gradients are summed over replicas, and the credits of each stage of schedule actors; None
+    and empty: likewise.
     substitute: apply every substitution that there is; of a strategy that follows the graph.
     """
 
@@ -89,6 +91,8 @@ class RunRequest:
     micro_batches: int | None = None
     schedule: Schedule | None = None
     substitute: bool = False
+    gradients: GradientSums | None = None
+    credits: tuple[int, ...] = ()
 
 
 def run_strategy(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:

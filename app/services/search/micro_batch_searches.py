@@ -100,7 +100,8 @@ def _counts(model: ModelRequest) -> list[int]:
 def _request(request: SearchRequest, algorithm: str | None, count: int) -> SearchRequest:
     """Return the request of one number of micro-batches: the algorithm that is asked for, where it can, else the usual.
 
-    All options but the algorithm and the schedule are those of all searches, and are refused for all.
+    All options but the algorithm, the schedule and when gradients are summed are those of all searches, and are refused
+    for all.
     """
     usual = "mcmc" if count == 1 else micro_batches.DEFAULT_ALGORITHM
     asked = algorithm or usual
@@ -111,5 +112,6 @@ def _request(request: SearchRequest, algorithm: str | None, count: int) -> Searc
         request,
         model=in_micro_batches(request.model, count),
         schedule=None if count == 1 else request.schedule,
+        gradients=None if count == 1 else request.gradients,
         algorithm=asked,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from app.services.predict.predict import Setting
 from graph.errors import StrategyError, UsageError
-from graph.schedule import Schedule, read_schedule
+from graph.schedule import GradientSums, Schedule, read_gradient_sums, read_schedule
 from graph.strategy import Strategy
 from graph.synchronization import Policy, read_synchronization
 
@@ -33,6 +33,15 @@ def schedule_of(request: SearchRequest) -> Schedule | None:
     return None if request.schedule is None else read_schedule(request.schedule, "--schedule")
 
 
+def gradients_of(request: SearchRequest) -> GradientSums | None:
+    """Return when a request asks for gradients to be summed.
+
+    Raises:
+        UsageError: it names neither.
+    """
+    return None if request.gradients is None else read_gradient_sums(request.gradients, "--gradients")
+
+
 def check_options(request: SearchRequest, names: Iterable[str]) -> None:
     """Refuse options that do not go with micro-batches, or need several of them, before anything is imported.
 
@@ -43,11 +52,13 @@ def check_options(request: SearchRequest, names: Iterable[str]) -> None:
     """
     count, schedule = request.model.micro_batches, schedule_of(request)
     if count == 1:
-        if schedule is not None:
-            raise UsageError(
-                f"--schedule: is {schedule}, must be left out for a step in one batch; give --micro-batches"
-            )
+        for option, value in (("--schedule", schedule), ("--gradients", gradients_of(request))):
+            if value is not None:
+                raise UsageError(
+                    f"{option}: is {value}, must be left out for a step in one batch; give --micro-batches"
+                )
         return
+    gradients_of(request)
     if request.share_weights:
         raise UsageError(
             f"--share-weights: may share weights themselves, must be left out with {count} micro-batches; leave it out"

@@ -38,6 +38,7 @@ class SearchRequest:
     `compile_stretches`: of the best strategy, what is faster so is compiled between one communication and the next.
     `substitute`: every substitution that the network allows is applied, before the search.
     `schedule`: the order in which stages work on the model's micro-batches (`graph.schedule`); None: any.
+    `gradients`: when gradients of micro-batches are summed over replicas; None: any.
     """
 
     model: ModelRequest
@@ -67,6 +68,7 @@ class SearchRequest:
     policy: str = "fifo"
     schedule: str | None = None
     substitute: bool = False
+    gradients: str | None = None
 
 
 def search_options(request: SearchRequest) -> SearchOptions:
@@ -129,8 +131,9 @@ def search_record(
     # Only where they say something, as in searches of older Soapstones.
     if request.model.micro_batches == 1:
         del document["model"]["micro_batches"]
-    if request.schedule is None:
-        del document["schedule"]
+    for name in ("schedule", "gradients"):
+        if document[name] is None:
+            del document[name]
     document["model"]["substitutions"] = substitutions_to_json(request.model.substitutions)
     if not request.model.substitutions:
         del document["model"]["substitutions"]

@@ -26,7 +26,7 @@ from app.services.progress import Progress
 from app.services.search.confirmation import Confirmation, Confirmed, Finalist, confirm, finalists
 from app.services.search.fitting_starts import fitting_starts, recomputed_starts, sharded_starts
 from app.services.search.lower_bound import LowerBoundTask
-from app.services.search.micro_batches import check_options, schedule_of
+from app.services.search.micro_batches import check_options, gradients_of, schedule_of
 from app.services.search.policies import with_policy
 from app.services.search.predictions import SearchPredictions
 from app.services.search.report import AlgorithmReport, SearchReport
@@ -199,7 +199,7 @@ def search_setting(
             # As `app profile` does; the walk then seldom meets a call without a cost.
             calls = calls_to_profile(model.graph, len(target.topology.devices))
             resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
-        yield replace(setting, schedule=schedule_of(request))
+        yield replace(setting, schedule=schedule_of(request), gradients=gradients_of(request))
 
 
 def _starts(
