@@ -209,7 +209,8 @@ class TermBuilder:
 
     def _product(self, x: Reading, weight: Reading, bias: Reading | None = None) -> Reading:
         x, weight = self._plain_reading(x), self._single(weight)
-        batch, rows, inner = x.layout
+        batch, *groups, inner = x.layout
+        rows = sum(groups)
         if inner != 1 or weight.layout[1:] != (1, 1) or weight.layout[0] != batch:
             raise _NotBuilt
         biases = None if bias is None else Ref(self._plain(bias))

@@ -158,6 +158,7 @@ def _fitted(network: Network, match: Match, types: Mapping[str, TensorType]) -> 
 def _cost(nodes: Sequence[Node], values: Mapping[str, DraftValue]) -> Cost:
     """Return operators, operations forward and backward, and the bytes of the forward."""
     operations, moved = 0.0, 0
+    nodes = [node for node in nodes if node.target != SAME]
     for node in nodes:
         differentiated = any(values[name].requires_gradient for name in node.outputs)
         call = LocalCall(
@@ -169,7 +170,7 @@ def _cost(nodes: Sequence[Node], values: Mapping[str, DraftValue]) -> Cost:
         )
         operations += flops(call) + backward_flops(call)
         moved += bytes_moved(call)
-    return sum(node.target != SAME for node in nodes), operations, moved
+    return len(nodes), operations, moved
 
 
 def _built(
@@ -201,10 +202,12 @@ def _is_closed(graph: OperatorGraph, match: Match, kept: frozenset[str]) -> bool
     )
 
 
-def _roots(graph: OperatorGraph, rule: Applied) -> Iterator[tuple[str, ...]]:
+def _roots(graph: OperatorGraph, network: Network, rule: Applied) -> Iterator[tuple[str, ...]]:
     """Iterate over values that may be the outputs of a rule's source; of two, the second is made beside the first."""
     for operator in graph.operators:
         for output in operator.outputs:
+            if not network.may_be(rule.source[0], output):
+                continue
             if len(rule.source) == 1:
                 yield (output,)
                 continue
@@ -212,7 +215,7 @@ def _roots(graph: OperatorGraph, rule: Applied) -> Iterator[tuple[str, ...]]:
                 graph.operators[reader] for name in operator.inputs for reader, _ in graph.consumers[name]
             ]
             others = dict.fromkeys(name for other in beside for name in other.outputs)
-            yield from ((output, other) for other in others if other != output)
+            yield from ((output, other) for other in others if other != output and network.may_be(rule.source[1], other))
 
 
 def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
@@ -229,7 +232,7 @@ def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
     )
     best: dict[frozenset[str], tuple[Cost, str]] = {}
     for name, rule in directions().items():
-        for roots in _roots(graph, rule):
+        for roots in _roots(graph, network, rule):
             for match in _matches_at(network, rule, roots):
                 if not _is_closed(graph, match, kept):
                     continue

@@ -20,12 +20,7 @@ from typing import Protocol
 from graph.operators import Argument, Slot, TensorSpec
 from graph.rules.common import positive, slots_in
 from graph.rules.pointwise_targets import POINTWISE
-from graph.substitutions.terms import Attribute, Term
-
-TRANSLATED = frozenset(
-    "matmul linear add_bias conv add multiply relu scale transpose flatten unflatten concat split".split()
-)
-"""The kinds of terms that graphs of networks have operators for, in this translation."""
+from graph.substitutions.terms import VARIABLE, Attribute, Term
 
 Arguments = tuple[tuple[str, Argument], ...]
 Symbol = tuple[str, Arguments]
@@ -33,7 +28,25 @@ Symbol = tuple[str, Arguments]
 SYMBOLS = frozenset({"relu", "scale", "conv"})
 _BINARY = {"add": "aten.add.Tensor", "multiply": "aten.mul.Tensor"}
 _SCALES = frozenset({"aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"})
+PERMUTATION = "aten.permute.default"
 CONVOLUTION = "aten.conv2d.default"
+_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "mm", "bmm", "matmul"))
+TARGETS: Mapping[str, frozenset[str]] = {
+    "matmul": _PRODUCTS,
+    "linear": frozenset({"aten.linear.default", "aten.addmm.default"}),
+    "add_bias": frozenset({"aten.add.Tensor"}),
+    "conv": frozenset({CONVOLUTION}),
+    "add": frozenset({_BINARY["add"]}),
+    "multiply": frozenset({_BINARY["multiply"]}),
+    "relu": POINTWISE,
+    "scale": _SCALES,
+    "transpose": frozenset({PERMUTATION}),
+    "flatten": frozenset({"aten.view.default"}),
+    "unflatten": frozenset({"aten.view.default"}),
+    "concat": frozenset({"aten.cat.default"}),
+    "split": frozenset({"aten.split_with_sizes.default", "aten.slice.Tensor"}),
+}
+"""The operators of graphs that each kind of term may be."""
 SAME = "soapstone.same"
 """The target of a draft whose output is its input: none is executed, readers read the input."""
 
@@ -118,6 +131,20 @@ class Network:
             sizes[reading.dim][0] += self.specs[name].shape[reading.place(reading.dim)]
         return tuple(map(tuple, sizes))
 
+    def may_be(self, term: Term, name: str) -> bool:
+        """Return whether a value may be that of `term`, by the operators that make it and what they read."""
+        if name not in self.producer:
+            return False
+        operator, _ = self.producer[name]
+        if term.kind != "transpose" and operator.target == PERMUTATION and self.may_be(term, operator.inputs[0]):
+            return True
+        return operator.target in TARGETS[term.kind] and all(
+            operand.kind in (VARIABLE, "transpose")
+            or term.kind == operand.kind == "concat"
+            or any(self.may_be(operand, read) for read in operator.inputs)
+            for operand in term.operands
+        )
+
     def steps(self, term: Term, reading: Reading) -> Iterator[Step]:
         """Iterate over the ways in which what is read is the result of the operator of `term`."""
         if term.kind == "transpose" and reading.transposed:
@@ -131,6 +158,10 @@ class Network:
         if len(nodes) < len(made):
             return
         used = frozenset(node.name for node in nodes)
+        if term.kind != "transpose":
+            for before in _before_transposition(nodes, reading):
+                for step in self.steps(term, before):
+                    yield replace(step, operators=step.operators | used)
         match term.kind:
             case "relu" | "scale":
                 yield from _unary(term.kind, nodes, reading, used)
@@ -139,7 +170,8 @@ class Network:
             case "split":
                 yield from self._split(term.attributes, nodes[0], reading, used)
             case "transpose":
-                yield from self._transposed(nodes, reading, used)
+                for before in _before_transposition(nodes, reading):
+                    yield Step((before.flipped(),), used)
             case _ if len(nodes) == 1 and not reading.transposed:
                 yield from self._single(term, nodes[0], reading, used)
 
@@ -211,25 +243,11 @@ class Network:
                 (reading.of(node.inputs[0]),), used, None, ((extent, (stop if half == 0 else start, *rest)),)
             )
 
-    def _transposed(self, nodes: list[Node], reading: Reading, used: frozenset[str]) -> Iterator[Step]:
-        batch, first, second = reading.layout
-        # The dims of the result by where they come from: those of the second group stand first there.
-        order = (
-            *range(batch),
-            *range(batch + second, batch + second + first),
-            *range(batch, batch + second),
-        )
-        if all(
-            node.target == "aten.permute.default" and dict(node.arguments)["dims"] == order for node in nodes
-        ):
-            before = Reading(reading.names, (batch, second, first), dim=reading.dim)
-            names = tuple(node.inputs[0] for node in nodes)
-            yield Step((replace(before, names=names, dim=before._other),), used)
-
     def _product(
         self, kind: str, node: Node, reading: Reading, used: frozenset[str]
     ) -> Iterator[Step]:
-        batch, rows, columns = reading.layout if len(reading.layout) == 3 else (1, 1, 2)
+        batch, *groups, columns = reading.layout
+        rows = sum(groups)
         if columns != 1:
             return
         given = dict(node.arguments)
@@ -237,9 +255,9 @@ class Network:
             biased = given["bias"] is not None
             if batch == 0 and biased == (kind == "linear"):
                 x, weight, *bias = node.inputs
-                operands = (Reading((x,), (0, rows, 1)), Reading((weight,), (0, 1, 1), transposed=True))
+                operands = (Reading((x,), (0, *groups, 1)), Reading((weight,), (0, 1, 1), transposed=True))
                 yield Step((*operands, *(Reading((name,), (0, 1)) for name in bias)), used)
-        elif kind == "matmul" and node.target in ("aten.mm.default", "aten.bmm.default", "aten.matmul.default"):
+        elif kind == "matmul" and node.target in _PRODUCTS:
             shapes = [self.specs[name].shape for name in node.inputs]
             ranks = tuple(map(len, shapes))
             if (
@@ -248,10 +266,10 @@ class Network:
                 or (batch, ranks) == (0, (rows + 1, 2))
             ):
                 x, weight = node.inputs
-                yield Step((Reading((x,), (batch, rows, 1)), Reading((weight,), (batch, 1, 1))), used)
+                yield Step((Reading((x,), (batch, *groups, 1)), Reading((weight,), (batch, 1, 1))), used)
         elif kind == "linear" and node.target == "aten.addmm.default" and batch == 0:
             bias, x, weight = node.inputs
-            if (given["alpha"], given["beta"], len(self.specs[bias].shape)) == (1, 1, 1):
+            if (given["alpha"], given["beta"], len(self.specs[bias].shape), rows) == (1, 1, 1, 1):
                 operands = (Reading((x,), (0, 1, 1)), Reading((weight,), (0, 1, 1)))
                 yield Step((*operands, Reading((bias,), (0, 1))), used)
 
@@ -285,6 +303,19 @@ class Network:
             given = self.blocks(operand)
             if given[-1] == blocks[-1] and prod(map(prod, given)) == prod(map(prod, blocks)):
                 yield Step((operand,), used)
+
+
+def _before_transposition(nodes: list[Node], reading: Reading) -> Iterator[Reading]:
+    """Iterate over what is read before operators that exchange two groups of dims, as the same term has it."""
+    if len(reading.layout) != 3:
+        return
+    batch, *groups = reading.layout
+    first, second = reversed(groups) if reading.transposed else groups
+    # The dims of the result by where they come from: those of the second group stand first there.
+    order = (*range(batch), *range(batch + second, batch + second + first), *range(batch, batch + second))
+    if all(node.target == PERMUTATION and dict(node.arguments)["dims"] == order for node in nodes):
+        names = tuple(node.inputs[0] for node in nodes)
+        yield replace(reading, names=names, transposed=not reading.transposed)
 
 
 def _unary(kind: str, nodes: list[Node], reading: Reading, used: frozenset[str]) -> Iterator[Step]:

@@ -2,7 +2,7 @@
 
 A direction can make a graph cheaper where, for some extents, the other side has no more operators, operations or bytes
 and fewer of one of them. It follows from others where they lead from its source to what is as cheap. An operator of one value twice
-(add(x, x), concat(x, x)) is in none: networks have another operator for that.
+(add(x, x), concat(x, x)) is in none: networks do not have that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graph.substitutions.terms import (
     type_of,
     variables,
 )
-from graph.substitutions.translation import TRANSLATED
+from graph.substitutions.translation import TARGETS
 from graph.substitutions.types import Extent, IllTypedTerm, TensorType, atoms
 from scripts.substitutions.enumeration import Side
 
@@ -119,10 +119,10 @@ def offered(rules: Sequence[tuple[str, Side, Side, Mapping[str, TensorType]]]) -
     directions = []
     for name, source, target, types in rules:
         kinds = {part.kind for term in (*source, *target) for part in subterms(term)} - {VARIABLE}
-        if not kinds <= TRANSLATED - INFERENCE or any(type_.degrees for type_ in types.values()):
+        if not kinds <= TARGETS.keys() - INFERENCE or any(type_.degrees for type_ in types.values()):
             continue
         for direction, first, second in ((FORWARDS, source, target), (BACKWARDS, target, source)):
-            doubled = any(len(set(part.operands)) < len(part.operands) for term in first for part in subterms(term))
+            doubled = any(len(set(part.operands)) < len(part.operands) for term in (*source, *target) for part in subterms(term))
             if not doubled and all(term.kind != VARIABLE for term in first) and set(variables(*second)) <= set(
                 variables(*first)
             ):

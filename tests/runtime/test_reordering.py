@@ -43,20 +43,20 @@ class Terms(nn.Module):
                 self.register_parameter(f"{name}_{number}", nn.Parameter(value))
 
     def forward(self, factor: Tensor) -> Tensor:
-        """Return the sum of the squares of all results, each with a factor of its own."""
-        total = factor.sum()
+        """Return the sum of the squares of all results."""
+        squares = [factor.sum()]
         for number, rule in enumerate(self.rules.values()):
             values = {name: Parts((), {(): getattr(self, f"{name}_{number}")}) for name in rule.types}
             memo: dict[Term, Parts] = {}
-            for place, term in enumerate(rule.source):
+            for term in rule.source:
                 result = execute(term, values, rule.types, sizes(rule), memo).of[()]
-                total = total + (number + place + 1) * result.square().sum()
-        return total
+                squares.append(result.square().sum())
+        return torch.stack(squares).sum()
 
 
 def sizes(rule: Direction) -> dict[str, int]:
     """Return extents for which the rule makes its source cheaper."""
-    return rule.cheaper[-1][0]
+    return rule.cheaper[0][0]
 
 
 def offered() -> dict[str, Direction]:
