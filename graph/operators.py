@@ -150,8 +150,8 @@ class OperatorGraph:
 
     `buffer_updates` maps a buffer's name to the value that replaces it after the step.
     `unsplit` names operators that have no rule and run whole, and views whose sizes do not factor, each with why.
-    `substitutions` were applied to the graph that was imported, in this order (`graph.substitutions`); `places` are then
-    its values that operators make, in their order.
+    `substitutions` were applied to the graph that was imported, in this order (`graph.substitutions`); `places` are
+    then its values that operators make, in their order.
     """
 
     name: str

@@ -15,7 +15,7 @@ from graph.substitutions.translation import SAME, Reading, Symbol
 _TARGETS = {"add": "aten.add.Tensor", "multiply": "aten.mul.Tensor"}
 
 
-class _NotBuilt(Exception):  # noqa: N818 - it is caught where it is raised from
+class _NotBuilt(Exception):
     """A term has no operators in this translation, for the values that its variables stand for."""
 
 
@@ -160,7 +160,9 @@ class TermBuilder:
         return self._plain_reading(first), self._plain_reading(second)
 
     def _concat(self, dim: int, first: Reading, second: Reading) -> Reading:
-        both = (one if len(one.names) == 1 or one.dim == dim else self._single(one) for one in (first, second))
+        both = (
+            one if len(one.names) == 1 or one.dim == dim else self._single(one) for one in (first, second)
+        )
         first, second = self._alike(*both)
         if first.layout != second.layout:
             raise _NotBuilt
@@ -200,7 +202,8 @@ class TermBuilder:
             if sizes[1] <= 0:
                 raise _NotBuilt
             specs = [
-                TensorSpec((*spec.shape[:place], size, *spec.shape[place + 1 :]), spec.dtype) for size in sizes
+                TensorSpec((*spec.shape[:place], size, *spec.shape[place + 1 :]), spec.dtype)
+                for size in sizes
             ]
             given = {"self": Ref(reading.names[0]), "split_sizes": sizes, "dim": place}
             names = self._emit("split", "aten.split_with_sizes.default", given, *specs)
@@ -243,6 +246,7 @@ class TermBuilder:
         batch, last = reading.layout[0], reading.layout[-1]
         shape = spec.shape
         inner = shape[batch : len(shape) - last]
+        groups: list[tuple[int, ...]]
         if term.kind == "flatten":
             groups = [(prod(inner),)]
         else:
@@ -251,7 +255,10 @@ class TermBuilder:
                 raise _NotBuilt
         size = (*shape[:batch], *(one for group in groups for one in group), *shape[len(shape) - last :])
         names = self._emit(
-            "view", "aten.view.default", {"self": Ref(reading.names[0]), "size": size}, TensorSpec(size, spec.dtype)
+            "view",
+            "aten.view.default",
+            {"self": Ref(reading.names[0]), "size": size},
+            TensorSpec(size, spec.dtype),
         )
         return Reading(names, (batch, *map(len, groups), last))
 

@@ -215,7 +215,11 @@ def _roots(graph: OperatorGraph, network: Network, rule: Applied) -> Iterator[tu
                 graph.operators[reader] for name in operator.inputs for reader, _ in graph.consumers[name]
             ]
             others = dict.fromkeys(name for other in beside for name in other.outputs)
-            yield from ((output, other) for other in others if other != output and network.may_be(rule.source[1], other))
+            yield from (
+                (output, other)
+                for other in others
+                if other != output and network.may_be(rule.source[1], other)
+            )
 
 
 def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
@@ -228,7 +232,11 @@ def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
         value.name: DraftValue(value.spec, value.kind, value.requires_gradient) for value in graph.values
     }
     kept = frozenset(
-        (graph.loss, *(name for _, name in graph.buffer_updates), *(name for pair in graph.aliases for name in pair))
+        (
+            graph.loss,
+            *(name for _, name in graph.buffer_updates),
+            *(name for pair in graph.aliases for name in pair),
+        )
     )
     best: dict[frozenset[str], tuple[Cost, str]] = {}
     for name, rule in directions().items():
@@ -251,7 +259,9 @@ def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
     found: dict[str, list[tuple[Operator, ...]]] = {name: [] for name in directions()}
     taken: dict[str, set[str]] = {name: set() for name in directions()}
     index = graph.index_by_name
-    for operators, (_, name) in sorted(best.items(), key=lambda item: sorted(map(index.__getitem__, item[0]))):
+    for operators, (_, name) in sorted(
+        best.items(), key=lambda item: sorted(map(index.__getitem__, item[0]))
+    ):
         if taken[name].isdisjoint(operators):
             taken[name] |= operators
             ordered = sorted(operators, key=index.__getitem__)

@@ -55,15 +55,15 @@ class Node(Protocol):
     """An operator of a graph, or one under construction."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def target(self) -> str: ...  # noqa: D102
+    def target(self) -> str: ...
     @property
-    def arguments(self) -> Arguments: ...  # noqa: D102
+    def arguments(self) -> Arguments: ...
     @property
-    def inputs(self) -> tuple[str, ...]: ...  # noqa: D102
+    def inputs(self) -> tuple[str, ...]: ...
     @property
-    def outputs(self) -> tuple[str, ...]: ...  # noqa: D102
+    def outputs(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,11 @@ class Network:
         if name not in self.producer:
             return False
         operator, _ = self.producer[name]
-        if term.kind != "transpose" and operator.target == PERMUTATION and self.may_be(term, operator.inputs[0]):
+        if (
+            term.kind != "transpose"
+            and operator.target == PERMUTATION
+            and self.may_be(term, operator.inputs[0])
+        ):
             return True
         return operator.target in TARGETS[term.kind] and all(
             operand.kind in (VARIABLE, "transpose")
@@ -243,9 +247,7 @@ class Network:
                 (reading.of(node.inputs[0]),), used, None, ((extent, (stop if half == 0 else start, *rest)),)
             )
 
-    def _product(
-        self, kind: str, node: Node, reading: Reading, used: frozenset[str]
-    ) -> Iterator[Step]:
+    def _product(self, kind: str, node: Node, reading: Reading, used: frozenset[str]) -> Iterator[Step]:
         batch, *groups, columns = reading.layout
         rows = sum(groups)
         if columns != 1:
@@ -254,17 +256,16 @@ class Network:
         if node.target == "aten.linear.default":
             biased = given["bias"] is not None
             if batch == 0 and biased == (kind == "linear"):
-                x, weight, *bias = node.inputs
+                x, weight, *biases = node.inputs
                 operands = (Reading((x,), (0, *groups, 1)), Reading((weight,), (0, 1, 1), transposed=True))
-                yield Step((*operands, *(Reading((name,), (0, 1)) for name in bias)), used)
+                yield Step((*operands, *(Reading((name,), (0, 1)) for name in biases)), used)
         elif kind == "matmul" and node.target in _PRODUCTS:
             shapes = [self.specs[name].shape for name in node.inputs]
             ranks = tuple(map(len, shapes))
-            if (
-                ranks == (batch + 2, batch + 2)
-                and shapes[0][:batch] == shapes[1][:batch]
-                or (batch, ranks) == (0, (rows + 1, 2))
-            ):
+            if (ranks == (batch + 2, batch + 2) and shapes[0][:batch] == shapes[1][:batch]) or (
+                batch,
+                ranks,
+            ) == (0, (rows + 1, 2)):
                 x, weight = node.inputs
                 yield Step((Reading((x,), (batch, *groups, 1)), Reading((weight,), (batch, 1, 1))), used)
         elif kind == "linear" and node.target == "aten.addmm.default" and batch == 0:

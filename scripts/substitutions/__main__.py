@@ -78,7 +78,9 @@ def _found() -> tuple[str, Counter[str]]:
             counts["unproven, dropped"] += 1
             print(f"unproven: {key}")
     counts["rules, proven"] = len(proven)
-    directions = offered([(_name(key, one), one.source, one.target, one.types) for key, (one, _) in proven.items()])
+    directions = offered(
+        [(_name(key, one), one.source, one.target, one.types) for key, (one, _) in proven.items()]
+    )
     counts["directions offered to networks"] = sum(map(len, directions.values()))
     entries = [
         _entry(_name(key, candidate), candidate, properties, directions)

@@ -149,7 +149,9 @@ def _multiply_along(
     return x * vector % PRIME
 
 
-def _batch_norm(_attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]) -> Array:
+def _batch_norm(
+    _attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
     images = operands[0]
     shift, scale, weight, bias = (_along((1,), [images, vector])[1] for vector in operands[1:])
     return ((images.array + shift) * scale % PRIME * weight + bias) % PRIME

@@ -1,8 +1,8 @@
 """Which rules a network is offered, and in which direction: those that can make a graph cheaper, without what follows.
 
 A direction can make a graph cheaper where, for some extents, the other side has no more operators, operations or bytes
-and fewer of one of them. It follows from others where they lead from its source to what is as cheap. An operator of one value twice
-(add(x, x), concat(x, x)) is in none: networks do not have that.
+and fewer of one of them. It follows from others where they lead from its source to what is as cheap. An operator of one
+value twice (add(x, x), concat(x, x)) is in none: networks do not have that.
 """
 
 from __future__ import annotations
@@ -122,23 +122,29 @@ def offered(rules: Sequence[tuple[str, Side, Side, Mapping[str, TensorType]]]) -
         if not kinds <= TARGETS.keys() - INFERENCE or any(type_.degrees for type_ in types.values()):
             continue
         for direction, first, second in ((FORWARDS, source, target), (BACKWARDS, target, source)):
-            doubled = any(len(set(part.operands)) < len(part.operands) for term in (*source, *target) for part in subterms(term))
-            if not doubled and all(term.kind != VARIABLE for term in first) and set(variables(*second)) <= set(
-                variables(*first)
+            doubled = any(
+                len(set(part.operands)) < len(part.operands)
+                for term in (*source, *target)
+                for part in subterms(term)
+            )
+            if (
+                not doubled
+                and all(term.kind != VARIABLE for term in first)
+                and set(variables(*second)) <= set(variables(*first))
             ):
                 directions.append(Direction(name, direction, first, second, types))
     alike: dict[object, list[Direction]] = {}
-    for direction in sorted(directions, key=lambda one: one.generality):
-        general = alike.setdefault(direction.outline, [])
-        if not _is_instance(direction, general):
-            general.append(direction)
+    for candidate in sorted(directions, key=lambda one: one.generality):
+        general = alike.setdefault(candidate.outline, [])
+        if not _is_instance(candidate, general):
+            general.append(candidate)
     kept: list[Direction] = []
-    for direction in sorted((one for general in alike.values() for one in general), key=lambda one: one.size):
-        if direction.cheaper and not _follows(direction, kept):
-            kept.append(direction)
+    for candidate in sorted((one for general in alike.values() for one in general), key=lambda one: one.size):
+        if candidate.cheaper and not _follows(candidate, kept):
+            kept.append(candidate)
     found: dict[str, list[str]] = {}
-    for direction in kept:
-        found.setdefault(direction.name, []).append(direction.direction)
+    for one in kept:
+        found.setdefault(one.name, []).append(one.direction)
     return {name: sorted(both) for name, both in found.items()}
 
 
@@ -160,10 +166,7 @@ def _follows(direction: Direction, kept: Sequence[Direction]) -> bool:
             if other in seen:
                 continue
             if all(
-                all(
-                    new <= old
-                    for new, old in zip(cost(other, direction.types, sizes), wanted, strict=True)
-                )
+                all(new <= old for new, old in zip(cost(other, direction.types, sizes), wanted, strict=True))
                 for sizes, wanted in direction.cheaper
             ):
                 return True
@@ -327,9 +330,7 @@ def _dims_fit(wanted: Extent, given: tuple[Extent, ...], extents: dict[str, tupl
     return True
 
 
-def _product_fits(
-    wanted: tuple[Extent, ...], given: Extent, extents: dict[str, tuple[Extent, ...]]
-) -> bool:
+def _product_fits(wanted: tuple[Extent, ...], given: Extent, extents: dict[str, tuple[Extent, ...]]) -> bool:
     if len(given.pieces) != 1 or given.pieces[0].kind != "product":
         return False
     return all(
