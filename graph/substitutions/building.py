@@ -10,7 +10,7 @@ from graph.importing.building import DraftOperator, GraphBuilder, Ref
 from graph.operators import Argument, Slot, TensorSpec
 from graph.rules.windows import repeat, window_reaches
 from graph.substitutions.terms import VARIABLE, Term
-from graph.substitutions.translation import SAME, Reading, Symbol
+from graph.substitutions.translation import SAME, Reading, SymbolMeaning
 
 _TARGETS = {"add": "aten.add.Tensor", "multiply": "aten.mul.Tensor"}
 
@@ -35,7 +35,7 @@ class TermBuilder:
         builder: GraphBuilder,
         name: str,
         readings: Mapping[str, Reading],
-        symbols: Mapping[str, Symbol],
+        symbols: Mapping[str, SymbolMeaning],
         extents: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._builder = builder

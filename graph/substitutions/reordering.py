@@ -22,7 +22,7 @@ from graph.substitutions.building import TermBuilder
 from graph.substitutions.rewriting_rule import RewritingRule
 from graph.substitutions.rules import Rule, offered_rules
 from graph.substitutions.terms import VARIABLE, Term, type_of
-from graph.substitutions.translation import SAME, Network, Node, Reading, Symbol
+from graph.substitutions.translation import SAME, ProducedValues, AnyOperator, Reading, SymbolMeaning
 from graph.substitutions.types import TensorType
 
 _CACHE = "substitutions.reordering"
@@ -35,7 +35,7 @@ class Match:
     """What a rule's variables, symbols and extents stand for, and the operators that are its source."""
 
     readings: Mapping[str, Reading] = field(default_factory=dict)
-    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    symbols: Mapping[str, SymbolMeaning] = field(default_factory=dict)
     extents: Extents = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
     roots: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def directions() -> Mapping[str, Applied]:
     return found
 
 
-def _bound(network: Network, term: Term, reading: Reading, match: Match) -> Iterator[Match]:
+def _bound(network: ProducedValues, term: Term, reading: Reading, match: Match) -> Iterator[Match]:
     """Iterate over the matches by which what is read is the value of `term`."""
     if term.kind == VARIABLE:
         if match.readings.get(term.name, reading) == reading:
@@ -101,7 +101,7 @@ def _layouts(rank: int, dims: int) -> Iterator[tuple[int, ...]]:
             yield (batch, sizes[0] - batch, *sizes[1:])
 
 
-def _matches_at(network: Network, rule: Applied, roots: Sequence[str]) -> Iterator[Match]:
+def _matches_at(network: ProducedValues, rule: Applied, roots: Sequence[str]) -> Iterator[Match]:
     """Iterate over the matches of a rule whose outputs are `roots`, in this order."""
     types = rule.rule.types
     root_dims = [len(type_of(term, types).dims) for term in rule.source]
@@ -122,7 +122,7 @@ def _matches_at(network: Network, rule: Applied, roots: Sequence[str]) -> Iterat
             yield replace(match, extents=extents)
 
 
-def _fitted(network: Network, match: Match, types: Mapping[str, TensorType]) -> Extents | None:
+def _fitted(network: ProducedValues, match: Match, types: Mapping[str, TensorType]) -> Extents | None:
     """Return what all extents stand for; None where a value is not of its variable's type."""
     extents = dict(match.extents)
     waiting = [
@@ -155,7 +155,7 @@ def _fitted(network: Network, match: Match, types: Mapping[str, TensorType]) -> 
     return extents
 
 
-def _cost(nodes: Sequence[Node], values: Mapping[str, DraftValue]) -> Cost:
+def _cost(nodes: Sequence[AnyOperator], values: Mapping[str, DraftValue]) -> Cost:
     """Return operators, operations forward and backward, and the bytes of the forward."""
     operations, moved = 0.0, 0
     nodes = [node for node in nodes if node.target != SAME]
@@ -174,7 +174,7 @@ def _cost(nodes: Sequence[Node], values: Mapping[str, DraftValue]) -> Cost:
 
 
 def _built(
-    rule: Applied, match: Match, network: Network, builder: GraphBuilder
+    rule: Applied, match: Match, network: ProducedValues, builder: GraphBuilder
 ) -> list[DraftOperator] | None:
     """Return the operators of the rule's other side; None where they make values of other shapes."""
     name = "+".join(operator for operator in network.operators if operator in match.operators)
@@ -202,7 +202,7 @@ def _is_closed(graph: OperatorGraph, match: Match, kept: frozenset[str]) -> bool
     )
 
 
-def _roots(graph: OperatorGraph, network: Network, rule: Applied) -> Iterator[tuple[str, ...]]:
+def _roots(graph: OperatorGraph, network: ProducedValues, rule: Applied) -> Iterator[tuple[str, ...]]:
     """Iterate over values that may be the outputs of a rule's source; of two, the second is made beside the first."""
     for operator in graph.operators:
         for output in operator.outputs:
@@ -227,7 +227,7 @@ def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
     cached: dict[str, list[tuple[Operator, ...]]] | None = graph._cache.get(_CACHE)
     if cached is not None:
         return cached
-    network = Network(iter(graph.operators), {value.name: value.spec for value in graph.values})
+    network = ProducedValues(iter(graph.operators), {value.name: value.spec for value in graph.values})
     values = {
         value.name: DraftValue(value.spec, value.kind, value.requires_gradient) for value in graph.values
     }
@@ -278,7 +278,9 @@ def _rule(name: str) -> RewritingRule:
         return _found(graph)[name]
 
     def rewrite(builder: GraphBuilder, operators: Sequence[Operator]) -> list[DraftOperator]:
-        network = Network(iter(operators), {name: value.spec for name, value in builder.values.items()})
+        network = ProducedValues(
+            iter(operators), {name: value.spec for name, value in builder.values.items()}
+        )
         inner = {name for operator in operators for name in operator.inputs}
         wanted = frozenset(operator.name for operator in operators)
         outputs = [name for operator in operators for name in operator.outputs]

@@ -23,7 +23,7 @@ from graph.rules.pointwise_targets import POINTWISE
 from graph.substitutions.terms import VARIABLE, Attribute, Term
 
 Arguments = tuple[tuple[str, Argument], ...]
-Symbol = tuple[str, Arguments]
+SymbolMeaning = tuple[str, Arguments]
 """The target and the arguments, without its tensors, of the operator that a kind stands for."""
 SYMBOLS = frozenset({"relu", "scale", "conv"})
 _BINARY = {"add": "aten.add.Tensor", "multiply": "aten.mul.Tensor"}
@@ -51,7 +51,7 @@ SAME = "soapstone.same"
 """The target of a draft whose output is its input: none is executed, readers read the input."""
 
 
-class Node(Protocol):
+class AnyOperator(Protocol):
     """An operator of a graph, or one under construction."""
 
     @property
@@ -101,19 +101,19 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Decomposition:
     """One way in which values are the result of a term's operator: what its operands read, and what it uses."""
 
     operands: tuple[Reading, ...]
     operators: frozenset[str]
-    symbol: Symbol | None = None
+    symbol: SymbolMeaning | None = None
     extents: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
-class Network:
+class ProducedValues:
     """The operators of a graph, or of a part of it, by what they make."""
 
-    def __init__(self, operators: Iterator[Node], specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, operators: Iterator[AnyOperator], specs: Mapping[str, TensorSpec]) -> None:
         self.operators = {operator.name: operator for operator in operators}
         self.specs = specs
         self.producer = {
@@ -149,10 +149,10 @@ class Network:
             for operand in term.operands
         )
 
-    def steps(self, term: Term, reading: Reading) -> Iterator[Step]:
+    def steps(self, term: Term, reading: Reading) -> Iterator[Decomposition]:
         """Iterate over the ways in which what is read is the result of the operator of `term`."""
         if term.kind == "transpose" and reading.transposed:
-            yield Step((reading.flipped(),), frozenset())
+            yield Decomposition((reading.flipped(),), frozenset())
             return
         if term.kind == "concat" and len(reading.names) > 1:
             yield from self._joined(term.attributes[0], reading, frozenset())
@@ -175,11 +175,13 @@ class Network:
                 yield from self._split(term.attributes, nodes[0], reading, used)
             case "transpose":
                 for before in _before_transposition(nodes, reading):
-                    yield Step((before.flipped(),), used)
+                    yield Decomposition((before.flipped(),), used)
             case _ if len(nodes) == 1 and not reading.transposed:
                 yield from self._single(term, nodes[0], reading, used)
 
-    def _single(self, term: Term, node: Node, reading: Reading, used: frozenset[str]) -> Iterator[Step]:
+    def _single(
+        self, term: Term, node: AnyOperator, reading: Reading, used: frozenset[str]
+    ) -> Iterator[Decomposition]:
         match term.kind:
             case "concat":
                 dim = term.attributes[0]
@@ -196,15 +198,15 @@ class Network:
             case "flatten" | "unflatten":
                 yield from self._viewed(term.kind, node, reading, used)
 
-    def _joined(self, dim: Attribute, reading: Reading, used: frozenset[str]) -> Iterator[Step]:
+    def _joined(self, dim: Attribute, reading: Reading, used: frozenset[str]) -> Iterator[Decomposition]:
         if reading.dim == dim:
             for count in range(1, len(reading.names)):
                 halves = reading.of(*reading.names[:count]), reading.of(*reading.names[count:])
-                yield Step(halves, used)
+                yield Decomposition(halves, used)
 
     def _binary(
-        self, target: str, nodes: list[Node], reading: Reading, used: frozenset[str]
-    ) -> Iterator[Step]:
+        self, target: str, nodes: list[AnyOperator], reading: Reading, used: frozenset[str]
+    ) -> Iterator[Decomposition]:
         pairs = []
         for node, name in zip(nodes, reading.names, strict=True):
             given = dict(node.arguments)
@@ -214,13 +216,13 @@ class Network:
                 return
             pairs.append(node.inputs)
         first, second = (reading.of(*names) for names in zip(*pairs, strict=True))
-        yield Step((first, second), used)
+        yield Decomposition((first, second), used)
         if first != second:
-            yield Step((second, first), used)
+            yield Decomposition((second, first), used)
 
     def _split(
-        self, attributes: tuple[Attribute, ...], node: Node, reading: Reading, used: frozenset[str]
-    ) -> Iterator[Step]:
+        self, attributes: tuple[Attribute, ...], node: AnyOperator, reading: Reading, used: frozenset[str]
+    ) -> Iterator[Decomposition]:
         dim, half, extent = int(attributes[0]), attributes[1], str(attributes[2])
         place = reading.place(dim)
         if len(used) > 1 or (len(reading.names) > 1 and reading.dim != dim):
@@ -243,11 +245,13 @@ class Network:
             return
         if (start == 0) == (half == 0):
             rest = self.blocks(reading)[dim][1:]
-            yield Step(
+            yield Decomposition(
                 (reading.of(node.inputs[0]),), used, None, ((extent, (stop if half == 0 else start, *rest)),)
             )
 
-    def _product(self, kind: str, node: Node, reading: Reading, used: frozenset[str]) -> Iterator[Step]:
+    def _product(
+        self, kind: str, node: AnyOperator, reading: Reading, used: frozenset[str]
+    ) -> Iterator[Decomposition]:
         batch, *groups, columns = reading.layout
         rows = sum(groups)
         if columns != 1:
@@ -258,7 +262,7 @@ class Network:
             if batch == 0 and biased == (kind == "linear"):
                 x, weight, *biases = node.inputs
                 operands = (Reading((x,), (0, *groups, 1)), Reading((weight,), (0, 1, 1), transposed=True))
-                yield Step((*operands, *(Reading((name,), (0, 1)) for name in biases)), used)
+                yield Decomposition((*operands, *(Reading((name,), (0, 1)) for name in biases)), used)
         elif kind == "matmul" and node.target in _PRODUCTS:
             shapes = [self.specs[name].shape for name in node.inputs]
             ranks = tuple(map(len, shapes))
@@ -267,14 +271,16 @@ class Network:
                 ranks,
             ) == (0, (rows + 1, 2)):
                 x, weight = node.inputs
-                yield Step((Reading((x,), (batch, *groups, 1)), Reading((weight,), (batch, 1, 1))), used)
+                yield Decomposition(
+                    (Reading((x,), (batch, *groups, 1)), Reading((weight,), (batch, 1, 1))), used
+                )
         elif kind == "linear" and node.target == "aten.addmm.default" and batch == 0:
             bias, x, weight = node.inputs
             if (given["alpha"], given["beta"], len(self.specs[bias].shape), rows) == (1, 1, 1, 1):
                 operands = (Reading((x,), (0, 1, 1)), Reading((weight,), (0, 1, 1)))
-                yield Step((*operands, Reading((bias,), (0, 1))), used)
+                yield Decomposition((*operands, Reading((bias,), (0, 1))), used)
 
-    def _biased(self, node: Node, reading: Reading, used: frozenset[str]) -> Iterator[Step]:
+    def _biased(self, node: AnyOperator, reading: Reading, used: frozenset[str]) -> Iterator[Decomposition]:
         if node.target != "aten.add.Tensor" or dict(node.arguments)["alpha"] != 1 or len(node.inputs) != 2:
             return
         shape = self.specs[reading.names[0]].shape
@@ -285,9 +291,11 @@ class Network:
                 and len(shape) > 1
                 and (reading.layout[0], reading.layout[-1]) == (0, 1)
             ):
-                yield Step((reading.of(x), Reading((bias,), (0, 1))), used)
+                yield Decomposition((reading.of(x), Reading((bias,), (0, 1))), used)
 
-    def _viewed(self, kind: str, node: Node, reading: Reading, used: frozenset[str]) -> Iterator[Step]:
+    def _viewed(
+        self, kind: str, node: AnyOperator, reading: Reading, used: frozenset[str]
+    ) -> Iterator[Decomposition]:
         if node.target != "aten.view.default":
             return
         shape = self.specs[node.inputs[0]].shape
@@ -303,10 +311,10 @@ class Network:
                 continue
             given = self.blocks(operand)
             if given[-1] == blocks[-1] and prod(map(prod, given)) == prod(map(prod, blocks)):
-                yield Step((operand,), used)
+                yield Decomposition((operand,), used)
 
 
-def _before_transposition(nodes: list[Node], reading: Reading) -> Iterator[Reading]:
+def _before_transposition(nodes: list[AnyOperator], reading: Reading) -> Iterator[Reading]:
     """Iterate over what is read before operators that exchange two groups of dims, as the same term has it."""
     if len(reading.layout) != 3:
         return
@@ -319,14 +327,16 @@ def _before_transposition(nodes: list[Node], reading: Reading) -> Iterator[Readi
         yield replace(reading, names=names, transposed=not reading.transposed)
 
 
-def _unary(kind: str, nodes: list[Node], reading: Reading, used: frozenset[str]) -> Iterator[Step]:
+def _unary(
+    kind: str, nodes: list[AnyOperator], reading: Reading, used: frozenset[str]
+) -> Iterator[Decomposition]:
     symbols = {_symbol(kind, node) for node in nodes}
     symbol = symbols.pop()
     if symbol is not None and not symbols:
-        yield Step((reading.of(*(node.inputs[0] for node in nodes)),), used, symbol)
+        yield Decomposition((reading.of(*(node.inputs[0] for node in nodes)),), used, symbol)
 
 
-def _symbol(kind: str, node: Node) -> Symbol | None:
+def _symbol(kind: str, node: AnyOperator) -> SymbolMeaning | None:
     """Return what a pointwise operator of one operand computes; None of any other operator."""
     is_scale = node.target in _SCALES and all(
         isinstance(value, (Slot, int, float)) or value is None for _, value in node.arguments
@@ -338,13 +348,13 @@ def _symbol(kind: str, node: Node) -> Symbol | None:
     return node.target, node.arguments
 
 
-def _slots(node: Node) -> list[int]:
+def _slots(node: AnyOperator) -> list[int]:
     return [slot for _, value in node.arguments for slot in slots_in(value)]
 
 
-def _convolution(node: Node, reading: Reading, used: frozenset[str]) -> Iterator[Step]:
+def _convolution(node: AnyOperator, reading: Reading, used: frozenset[str]) -> Iterator[Decomposition]:
     given = dict(node.arguments)
     if node.target == CONVOLUTION and given["groups"] == 1 and given["bias"] is None:
         operands = (Reading((name,), (0, 1, 1, 1, 1)) for name in node.inputs)
         if reading.layout == (0, 1, 1, 1, 1):
-            yield Step(tuple(operands), used, (node.target, node.arguments))
+            yield Decomposition(tuple(operands), used, (node.target, node.arguments))

@@ -137,7 +137,9 @@ def _along(attributes: tuple[Attribute, ...], operands: list[TensorValue]) -> tu
     return x.array, vector.array.reshape(*vector.array.shape[:-1], *shape)
 
 
-def _add_along(attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]) -> Array:
+def _add_along(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
     x, vector = _along(attributes, operands)
     return (x + vector) % PRIME
 
