@@ -22,7 +22,7 @@ from graph.substitutions.building import TermBuilder
 from graph.substitutions.rewriting_rule import RewritingRule
 from graph.substitutions.rules import Rule, offered_rules
 from graph.substitutions.terms import VARIABLE, Term, type_of
-from graph.substitutions.translation import SAME, ProducedValues, AnyOperator, Reading, SymbolMeaning
+from graph.substitutions.translation import SAME, AnyOperator, ProducedValues, Reading, SymbolMeaning
 from graph.substitutions.types import TensorType
 
 _CACHE = "substitutions.reordering"
@@ -222,6 +222,20 @@ def _roots(graph: OperatorGraph, network: ProducedValues, rule: Applied) -> Iter
             )
 
 
+def _cheaper(
+    rule: Applied, match: Match, network: ProducedValues, values: Mapping[str, DraftValue]
+) -> Cost | None:
+    """Return what the rule's other side costs here; None where it is not cheaper, or cannot be built."""
+    builder = GraphBuilder("", dict(values))
+    drafts = _built(rule, match, network, builder)
+    if drafts is None:
+        return None
+    before = _cost([network.operators[name] for name in match.operators], values)
+    after = _cost(drafts, builder.values)
+    dominated = all(new <= old for new, old in zip(after, before, strict=True))
+    return after if dominated and after != before else None
+
+
 def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
     """Return the groups of operators that each rule can be applied to, by name; none in two of one rule."""
     cached: dict[str, list[tuple[Operator, ...]]] | None = graph._cache.get(_CACHE)
@@ -244,17 +258,11 @@ def _found(graph: OperatorGraph) -> dict[str, list[tuple[Operator, ...]]]:
             for match in _matches_at(network, rule, roots):
                 if not _is_closed(graph, match, kept):
                     continue
-                builder = GraphBuilder(graph.name, dict(values))
-                drafts = _built(rule, match, network, builder)
-                if drafts is None:
+                after = _cheaper(rule, match, network, values)
+                if after is None:
                     continue
-                before = _cost([graph.operator_by_name[one] for one in match.operators], values)
-                after = _cost(drafts, builder.values)
-                if after == before or any(new > old for new, old in zip(after, before, strict=True)):
-                    continue
-                own = (after, name)
-                if own < best.get(match.operators, (after, "~")):
-                    best[match.operators] = own
+                if (after, name) < best.get(match.operators, (after, "~")):
+                    best[match.operators] = after, name
                 break
     found: dict[str, list[tuple[Operator, ...]]] = {name: [] for name in directions()}
     taken: dict[str, set[str]] = {name: set() for name in directions()}
@@ -281,12 +289,12 @@ def _rule(name: str) -> RewritingRule:
         network = ProducedValues(
             iter(operators), {name: value.spec for name, value in builder.values.items()}
         )
-        inner = {name for operator in operators for name in operator.inputs}
+        read = {name for operator in operators for name in operator.inputs}
         wanted = frozenset(operator.name for operator in operators)
-        outputs = [name for operator in operators for name in operator.outputs]
+        outputs = sorted((name for operator in operators for name in operator.outputs), key=read.__contains__)
         for roots in permutations(outputs, len(rule.source)):
             for match in _matches_at(network, rule, roots):
-                if match.operators == wanted and inner.isdisjoint(roots):
+                if match.operators == wanted and _cheaper(rule, match, network, builder.values):
                     drafts = _built(rule, match, network, builder)
                     if drafts is not None:
                         return drafts
