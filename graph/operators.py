@@ -150,7 +150,8 @@ class OperatorGraph:
 
     `buffer_updates` maps a buffer's name to the value that replaces it after the step.
     `unsplit` names operators that have no rule and run whole, and views whose sizes do not factor, each with why.
-    `substitutions` were applied to the graph that was imported, in this order (`graph.substitutions`).
+    `substitutions` were applied to the graph that was imported, in this order (`graph.substitutions`); `places` are
+    then its values that operators make, in their order.
     """
 
     name: str
@@ -163,6 +164,7 @@ class OperatorGraph:
     unsplit: tuple[tuple[str, str], ...] = ()
     batch_norm: str = "synchronized"
     substitutions: tuple[Substitution, ...] = ()
+    places: tuple[str, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -184,11 +186,20 @@ class OperatorGraph:
     def draw_numbers(self) -> dict[str, int]:
         """For each operator, the number by which it draws random numbers: the place of its first output among all.
 
-        Substitutions leave values where they are, so that an operator that stays draws the same as before.
+        In a graph with substitutions these are the places before, so that an operator that stays draws what it drew;
+        what substitutions add draws nothing and has none.
         """
-        made = [value.name for value in self.values if value.kind is ValueKind.OPERATOR]
-        places = {name: place for place, name in enumerate(made)}
-        return {operator.name: places[operator.outputs[0]] for operator in self.operators}
+        places = {name: place for place, name in enumerate(self.value_places)}
+        return {
+            operator.name: places[operator.outputs[0]]
+            for operator in self.operators
+            if operator.outputs[0] in places
+        }
+
+    @cached_property
+    def value_places(self) -> tuple[str, ...]:
+        """The values that operators make, in their order; before substitutions, where there are some."""
+        return self.places or tuple(value.name for value in self.values if value.kind is ValueKind.OPERATOR)
 
     @cached_property
     def producer(self) -> dict[str, tuple[int, int]]:

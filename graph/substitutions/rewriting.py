@@ -1,7 +1,7 @@
 """Rewrites a graph by substitutions: where a rule matches, and the graph after it.
 
-Operators that stay keep their names, and so do all values: what a rewritten graph's step trains and renews is what the
-module holds, under its own names.
+Operators that stay keep their names, and so do values that stay: what a rewritten graph's step trains and renews is
+what the module holds, under its own names.
 
 Source: TASO (SOSP 2019), Unity (OSDI 2022) section 3.
 """
@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from graph.errors import StrategyError
 from graph.importing.building import DraftOperator, DraftValue, GraphBuilder
 from graph.importing.finishing import finished
 from graph.operators import Operator, OperatorGraph, ValueKind
 from graph.substitutions.merging import MERGING
+from graph.substitutions.reordering import REORDERING
 from graph.substitutions.rewriting_rule import RewritingRule
 from graph.substitutions.substitution import Substitution
+from graph.substitutions.translation import SAME
 from graph.texts import meant, shown
 
 MOST_SUBSTITUTIONS = 10_000
 """Of one graph, as many as any has operators to merge."""
 
-RULES: Mapping[str, RewritingRule] = {**MERGING}
+RULES: Mapping[str, RewritingRule] = {**MERGING, **REORDERING}
 """By name, in the order in which `every_substitution` applies them."""
 
 
@@ -77,7 +80,7 @@ def rewritten(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Op
     """
     if not substitutions:
         return graph
-    return finished(
+    result = finished(
         _applied(graph, substitutions),
         inputs=graph.inputs,
         loss=graph.loss,
@@ -86,6 +89,7 @@ def rewritten(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Op
         batch_norm=graph.batch_norm,
         substitutions=tuple(sorted(substitutions)),
     )
+    return replace(result, places=graph.value_places)
 
 
 def _applied(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> GraphBuilder:
@@ -94,8 +98,11 @@ def _applied(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Gra
     Raises:
         StrategyError: as `rewritten`.
     """
+    named = {substitution.rule for substitution in substitutions}
     found = {
-        name: [frozenset(group) for group in _names(rule.matches(graph))] for name, rule in RULES.items()
+        name: [frozenset(group) for group in _names(rule.matches(graph))]
+        for name, rule in RULES.items()
+        if name in named
     }
     builder = GraphBuilder(
         graph.name,
@@ -125,7 +132,7 @@ def _applied(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Gra
         for index, operator in enumerate(graph.operators)
         if operator.name not in taken
     ]
-    builder.operators = _ordered(sorted(drafts, key=lambda draft: draft[0]))
+    builder.operators = _ordered(_without_same(sorted(drafts, key=lambda draft: draft[0])))
     made = {value for draft in builder.operators for value in draft.outputs}
     builder.values = {
         name: value
@@ -133,6 +140,22 @@ def _applied(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Gra
         if value.kind is not ValueKind.OPERATOR or name in made
     }
     return builder
+
+
+def _without_same(drafts: Sequence[tuple[int, DraftOperator]]) -> list[tuple[int, DraftOperator]]:
+    """Return operators without those whose output is their input: readers of the one read the other."""
+    same = {draft.outputs[0]: draft.inputs[0] for _, draft in drafts if draft.target == SAME}
+
+    def source(name: str) -> str:
+        while name in same:
+            name = same[name]
+        return name
+
+    return [
+        (place, replace(draft, inputs=tuple(map(source, draft.inputs))))
+        for place, draft in drafts
+        if draft.target != SAME
+    ]
 
 
 def _ordered(drafts: Sequence[tuple[int, DraftOperator]]) -> list[DraftOperator]:
@@ -181,7 +204,8 @@ def _operators(
     """
     if substitution.rule not in RULES:
         raise StrategyError(
-            f"substitution {shown(substitution.rule)}: is unknown, must be one of {', '.join(RULES)}; "
+            f"substitution {shown(substitution.rule)}: is unknown, must be one of {', '.join(MERGING)} or a rule of "
+            "the file with rules; "
             f"{meant(substitution.rule, tuple(RULES), 'correct the strategy')}"
         )
     names = frozenset(substitution.operators)

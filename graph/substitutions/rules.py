@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from graph.substitutions.terms import Term, parse, subterms, type_of, variables
+from graph.substitutions.terms import INFERENCE, Term, parse, subterms, type_of, variables
 from graph.substitutions.types import TensorType, parse_type
 
 PATH = Path(__file__).with_name("rules.json")
@@ -28,6 +29,11 @@ class Rule:
     types: Mapping[str, TensorType]
     conditions: tuple[str, ...]
     properties: tuple[str, ...]
+
+    @property
+    def is_of_inference(self) -> bool:
+        """Whether an operator occurs that a step of training has in another form."""
+        return any(part.kind in INFERENCE for term in (*self.source, *self.target) for part in subterms(term))
 
     def applies_backwards(self) -> bool:
         """Return whether the target names all variables, so that it may be replaced by the source."""
@@ -52,14 +58,28 @@ def conditions(terms: Iterable[Term], types: Mapping[str, TensorType]) -> tuple[
 @cache
 def load_rules(path: Path = PATH) -> tuple[Rule, ...]:
     """Return all rules of a file that `scripts/rules` wrote, in its order."""
+    return tuple(map(_rule, _entries(path)))
+
+
+@cache
+def offered_rules(path: Path = PATH) -> tuple[tuple[Rule, str], ...]:
+    """Return the rules that networks are offered, each with a direction: "forwards" or "backwards"."""
     return tuple(
-        Rule(
-            entry["name"],
-            tuple(map(parse, entry["source"])),
-            tuple(map(parse, entry["target"])),
-            {name: parse_type(text) for name, text in entry["variables"].items()},
-            tuple(entry["conditions"]),
-            tuple(entry["properties"]),
-        )
-        for entry in json.loads(path.read_text(encoding="utf-8"))["rules"]
+        (_rule(entry), direction) for entry in _entries(path) for direction in entry.get("offered", ())
+    )
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rules"]
+    return entries
+
+
+def _rule(entry: Mapping[str, Any]) -> Rule:
+    return Rule(
+        entry["name"],
+        tuple(map(parse, entry["source"])),
+        tuple(map(parse, entry["target"])),
+        {name: parse_type(text) for name, text in entry["variables"].items()},
+        tuple(entry["conditions"]),
+        tuple(entry["properties"]),
     )

@@ -4,6 +4,8 @@ Text: `matmul(x, concat[1](w, v))`. Attributes in brackets are dims, names of de
 for `split[d,i,left]` the half and the extent of the first one. An operator on parallel tensors works on each part by
 itself, so all its operands have the same degrees. `partition[d,k]` divides dim d into parts of a degree k that the
 tensor does not have yet, `combine[d,k]` joins them, `replicate[k]` makes k equal parts, `reduce[k]` adds them up.
+`add_along[d](x, b)` and `multiply_along[d](x, g)` have a vector for dim d; `batch_norm(x, n, s, g, b)` is that of
+inference, (x + n) s g + b by channel, of the negated running mean n and the reciprocal standard deviation s.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ COMMUTATIVE = frozenset({"add", "multiply"})
 SPATIAL = ("h", "v", "r", "t")
 """The extents of an image and of a kernel, which have these names, so that neither is taken for the other."""
 PARALLEL = frozenset({"partition", "combine", "replicate", "reduce"})
+INFERENCE = frozenset({"batch_norm"})
+"""Operators that a step of training has in another form: it normalizes by the statistics of its own batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,23 @@ def _conv(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> Ten
     return x.with_dim(1, w.dims[0])
 
 
+def _along(attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+    x, vector = operands
+    dim = _dim(attributes, x, "operator along a dim")
+    _require(vector.dims == (x.dims[dim],), "operator along a dim", "a vector as long as that dim")
+    return x
+
+
+def _batch_norm(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+    x, *vectors = operands
+    _require(
+        len(x.dims) == 4 and all(vector.dims == (x.dims[1],) for vector in vectors),
+        "batch_norm",
+        "images, and vectors with an element for each channel",
+    )
+    return x
+
+
 def _elementwise(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     _require(
         all(operand == operands[0] for operand in operands), "elementwise operator", "operands of one shape"
@@ -281,6 +302,9 @@ OPERATORS: dict[str, tuple[int, TypeRule]] = {
     "add_bias": (2, _add_bias),
     "conv": (2, _conv),
     "conv_relu": (2, _conv),
+    "add_along": (2, _along),
+    "multiply_along": (2, _along),
+    "batch_norm": (5, _batch_norm),
     "add": (2, _elementwise),
     "multiply": (2, _elementwise),
     "relu": (1, _elementwise),

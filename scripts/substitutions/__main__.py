@@ -11,9 +11,10 @@ from hashlib import blake2b
 from graph.substitutions.rules import PATH, conditions
 from graph.substitutions.terms import VARIABLE, subterms
 from scripts.substitutions.enumeration import enumerate_family, equal_graphs
-from scripts.substitutions.families import FAMILIES
+from scripts.substitutions.families import COMPOSED, FAMILIES
+from scripts.substitutions.offering import offered
 from scripts.substitutions.proofs import prove
-from scripts.substitutions.pruning import SETTINGS, Candidate, canonical, generalized
+from scripts.substitutions.pruning import SETTINGS, Candidate, canonical, generalized, read_candidate
 
 
 def main() -> int:
@@ -48,6 +49,10 @@ def _found() -> tuple[str, Counter[str]]:
             candidate = canonical(Candidate(source, target, found.types))
             renamed.setdefault(_key(candidate), candidate)
         print(f"{family.name:40} {found.graphs:8,} graphs, {len(renamed):6,} candidates so far", flush=True)
+    for given in COMPOSED:
+        candidate = canonical(read_candidate(*given))
+        renamed.setdefault(_key(candidate), candidate)
+    counts["candidates given"] = len(COMPOSED)
     counts["after renaming"] = len(renamed)
     for candidate in renamed.values():
         if not candidate.holds(SETTINGS):
@@ -58,7 +63,7 @@ def _found() -> tuple[str, Counter[str]]:
             general = canonical(general)
             pruned.setdefault(_key(general), general)
     counts["after pruning common subgraphs"] = len(pruned)
-    entries = []
+    proven: dict[str, tuple[Candidate, list[str]]] = {}
     for key, candidate in sorted(pruned.items()):
         if not candidate.holds(SETTINGS):
             continue
@@ -68,11 +73,19 @@ def _found() -> tuple[str, Counter[str]]:
         ]
         used = [proof for proof in proofs if proof is not None]
         if len(used) == len(proofs):
-            entries.append(_entry(key, candidate, sorted({name for proof in used for name in proof})))
+            proven[key] = candidate, sorted({name for proof in used for name in proof})
         else:
             counts["unproven, dropped"] += 1
             print(f"unproven: {key}")
-    counts["rules, proven"] = len(entries)
+    counts["rules, proven"] = len(proven)
+    directions = offered(
+        [(_name(key, one), one.source, one.target, one.types) for key, (one, _) in proven.items()]
+    )
+    counts["directions offered to networks"] = sum(map(len, directions.values()))
+    entries = [
+        _entry(_name(key, candidate), candidate, properties, directions)
+        for key, (candidate, properties) in proven.items()
+    ]
     lines = ",\n".join(json.dumps(entry) for entry in sorted(entries, key=lambda entry: str(entry["name"])))
     return f'{{"rules": [\n{lines}\n]}}\n', counts
 
@@ -82,16 +95,23 @@ def _key(candidate: Candidate) -> str:
     return f"{' = '.join(sides)} where {', '.join(f'{name}: {type_}' for name, type_ in candidate.types.items())}"
 
 
-def _entry(key: str, candidate: Candidate, properties: list[str]) -> dict[str, object]:
+def _name(key: str, candidate: Candidate) -> str:
     terms = (*candidate.source, *candidate.target)
     kinds = sorted({part.kind for term in terms for part in subterms(term) if part.kind != VARIABLE})
+    return f"{'-'.join(kinds)}-{blake2b(key.encode(), digest_size=4).hexdigest()}"
+
+
+def _entry(
+    name: str, candidate: Candidate, properties: list[str], directions: dict[str, list[str]]
+) -> dict[str, object]:
     return {
-        "name": f"{'-'.join(kinds)}-{blake2b(key.encode(), digest_size=4).hexdigest()}",
+        "name": name,
         "source": list(map(str, candidate.source)),
         "target": list(map(str, candidate.target)),
         "variables": {name: str(type_) for name, type_ in candidate.types.items()},
-        "conditions": list(conditions(terms, candidate.types)),
+        "conditions": list(conditions((*candidate.source, *candidate.target), candidate.types)),
         "properties": properties,
+        **({"offered": directions[name]} if name in directions else {}),
     }
 
 

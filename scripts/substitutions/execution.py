@@ -128,6 +128,37 @@ def _bias(x: Array, b: Array) -> Array:
     return (x + b[..., None, :]) % PRIME
 
 
+def _along(attributes: tuple[Attribute, ...], operands: list[TensorValue]) -> tuple[Array, Array]:
+    """Return a tensor, and a vector for one of its dims with as many axes, of one element each in the others."""
+    x, vector = operands
+    dims = len(x.type.dims)
+    shape = [1] * dims
+    shape[int(attributes[0])] = vector.array.shape[-1]
+    return x.array, vector.array.reshape(*vector.array.shape[:-1], *shape)
+
+
+def _add_along(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
+    x, vector = _along(attributes, operands)
+    return (x + vector) % PRIME
+
+
+def _multiply_along(
+    attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
+    x, vector = _along(attributes, operands)
+    return x * vector % PRIME
+
+
+def _batch_norm(
+    _attributes: tuple[Attribute, ...], operands: list[TensorValue], _sizes: Mapping[str, int]
+) -> Array:
+    images = operands[0]
+    shift, scale, weight, bias = (_along((1,), [images, vector])[1] for vector in operands[1:])
+    return ((images.array + shift) * scale % PRIME * weight + bias) % PRIME
+
+
 def _axis(value: TensorValue, dim: Attribute) -> int:
     return len(value.type.degrees) + int(dim)
 
@@ -203,6 +234,9 @@ EXECUTIONS: dict[str, Execution] = {
     "add_bias": lambda _a, o, _s: _bias(o[0].array, o[1].array),
     "conv": lambda _a, o, _s: _conv(o[0], o[1]),
     "conv_relu": lambda _a, o, _s: _relu(_conv(o[0], o[1])),
+    "add_along": _add_along,
+    "multiply_along": _multiply_along,
+    "batch_norm": _batch_norm,
     "add": lambda _a, o, _s: (o[0].array + o[1].array) % PRIME,
     "multiply": lambda _a, o, _s: o[0].array * o[1].array % PRIME,
     "relu": lambda _a, o, _s: _relu(o[0].array),

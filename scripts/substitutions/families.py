@@ -234,3 +234,29 @@ FAMILIES = (
         about=frozenset({"add", "multiply"}),
     ),
 )
+
+COMPOSED: tuple[tuple[str, str, dict[str, str]], ...] = (
+    (
+        "linear(x, w, b) ; linear(x, v, d)",
+        "split[1,0,o](linear(x, concat[1](w, v), concat[0](b, d))) ; "
+        "split[1,1,o](linear(x, concat[1](w, v), concat[0](b, d)))",
+        {"x": "a,c", "w": "c,o", "v": "c,p", "b": "o", "d": "p"},
+    ),
+    (
+        "multiply_along[1](conv(x, w), g)",
+        "conv(x, multiply_along[0](w, g))",
+        {"x": "n,c,h,v", "w": "o,c,r,t", "g": "o"},
+    ),
+    (
+        "batch_norm(conv(x, w), n, s, g, b)",
+        "add_along[1](conv(x, multiply_along[0](w, multiply(s, g))), add(multiply(n, multiply(s, g)), b))",
+        {"x": "n,c,h,v", "w": "o,c,r,t", "n": "o", "s": "o", "g": "o", "b": "o"},
+    ),
+    (
+        "batch_norm(add_along[1](conv(x, w), e), n, s, g, b)",
+        "add_along[1](conv(x, multiply_along[0](w, multiply(s, g))), add(multiply(add(e, n), multiply(s, g)), b))",
+        {"x": "n,c,h,v", "w": "o,c,r,t", "e": "o", "n": "o", "s": "o", "g": "o", "b": "o"},
+    ),
+)
+"""Candidates that are given: source, target, variables. They have more operators than a family can enumerate, and go
+the way of all others from there: confirmed, pruned, proven, tested."""

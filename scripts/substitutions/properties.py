@@ -44,6 +44,14 @@ _EQUATIONS: dict[str, str] = {
     "flatten of concat": "flatten(concat[0](x, y)) = concat[0](flatten(x), flatten(y))",
     "unflatten of concat": "unflatten(concat[0](x, y)) = concat[0](unflatten(x), unflatten(y))",
     "flatten of concat of last dims": "flatten(concat[2](x, y)) = concat[1](flatten(x), flatten(y))",
+    "add_along of add_along": "add_along[d](add_along[d](x, b), e) = add_along[d](x, add(b, e))",
+    "multiply_along of add_along": (
+        "multiply_along[d](add_along[d](x, b), g) = add_along[d](multiply_along[d](x, g), multiply(b, g))"
+    ),
+    "multiply_along of conv": "multiply_along[1](conv(x, w), g) = conv(x, multiply_along[0](w, g))",
+    "batch_norm of inference is a factor and a sum by channel": (
+        "batch_norm(x, n, s, g, b) = add_along[1](multiply_along[1](add_along[1](x, n), multiply(s, g)), b)"
+    ),
     "concat is associative": "concat[d](concat[d](x, y), z) = concat[d](x, concat[d](y, z))",
     "concat of concats": (
         "concat[0](concat[1](x, y), concat[1](z, u)) = concat[1](concat[0](x, z), concat[0](y, u))"

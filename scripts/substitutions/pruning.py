@@ -12,6 +12,7 @@ from graph.substitutions.terms import (
     COMMUTATIVE,
     VARIABLE,
     Term,
+    parse,
     substitute,
     subterms,
     type_of,
@@ -51,6 +52,12 @@ class Candidate:
         except IllTypedTerm:
             return False
         return True
+
+
+def read_candidate(source: str, target: str, types: Mapping[str, str]) -> Candidate:
+    """Return the candidate of two sides, terms with semicolons between them, and the types of its variables."""
+    sides = [tuple(map(parse, side.split(";"))) for side in (source, target)]
+    return Candidate(sides[0], sides[1], {name: parse_type(text) for name, text in types.items()})
 
 
 def generalized(candidate: Candidate) -> Candidate | None:

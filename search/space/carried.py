@@ -12,7 +12,8 @@ from graph.strategy import Configuration, Strategy
 def carried(strategy: Strategy, graph: OperatorGraph, rewritten: OperatorGraph) -> Strategy:
     """Return a strategy of configurations alone for a rewritten graph, on the same devices.
 
-    Operators that stay keep theirs. One in place of several has that of whichever gave its first output.
+    Operators that stay keep theirs. One in place of several has that of whichever gave its first output; one whose
+    output is new, that of the first of its readers whose output is not.
 
     Args:
         strategy: for `graph`.
@@ -21,7 +22,7 @@ def carried(strategy: Strategy, graph: OperatorGraph, rewritten: OperatorGraph) 
     """
     configurations = []
     for operator in rewritten.operators:
-        index, _ = graph.producer[operator.outputs[0]]
+        index, _ = graph.producer[_stood_for(operator, graph, rewritten)]
         own = strategy.configurations[index]
         before = graph.operators[index]
         configurations.append(own if before.name == operator.name else _fitted(before, own, operator))
@@ -30,6 +31,14 @@ def carried(strategy: Strategy, graph: OperatorGraph, rewritten: OperatorGraph) 
         collective_algorithms=strategy.collective_algorithms,
         synchronization=strategy.synchronization,
     )
+
+
+def _stood_for(operator: Operator, graph: OperatorGraph, rewritten: OperatorGraph) -> str:
+    """Return the value of `graph` whose operator's configuration an operator of the rewritten graph has."""
+    while operator.outputs[0] not in graph.producer:
+        reader, _ = rewritten.consumers[operator.outputs[0]][0]
+        operator = rewritten.operators[reader]
+    return operator.outputs[0]
 
 
 def _fitted(before: Operator, configuration: Configuration, operator: Operator) -> Configuration:

@@ -8,12 +8,11 @@ import pytest
 
 from graph.substitutions import rewriting
 from graph.substitutions.rules import Rule, conditions, load_rules
-from graph.substitutions.terms import parse, subterms, type_of
-from graph.substitutions.types import parse_type
+from graph.substitutions.terms import subterms, type_of
 from scripts.substitutions.execution import RandomInputs
 from scripts.substitutions.proofs import prove, reachable
 from scripts.substitutions.properties import PROPERTIES
-from scripts.substitutions.pruning import Candidate, canonical
+from scripts.substitutions.pruning import Candidate, canonical, read_candidate
 from tests.reference.substitutions import agree
 
 RULES = load_rules()
@@ -86,6 +85,17 @@ NAMED = {
         *rewriting.RULES["merge-convolutions"].sides,
         {"x": "n,c,h,v", "w": "o,c,r,t", "u": "p,c,r,t"},
     ),
+    "merge of linears with bias": (
+        "linear(x, w, b) ; linear(x, v, d)",
+        "split[1,0,o](linear(x, concat[1](w, v), concat[0](b, d))) ; "
+        "split[1,1,o](linear(x, concat[1](w, v), concat[0](b, d)))",
+        {"x": "a,c", "w": "c,o", "v": "c,p", "b": "o", "d": "p"},
+    ),
+    "convolution and batch norm at inference": (
+        "batch_norm(conv(x, w), n, s, g, b)",
+        "add_along[1](conv(x, multiply_along[0](w, multiply(s, g))), add(multiply(n, multiply(s, g)), b))",
+        {"x": "n,c,h,v", "w": "o,c,r,t", "n": "o", "s": "o", "g": "o", "b": "o"},
+    ),
     "linear and activation": (
         "relu(linear(x, w, b))",
         "linear_relu(x, w, b)",
@@ -140,20 +150,16 @@ NAMED = {
 }
 
 
-def _candidate(source: str, target: str, variables: dict[str, str]) -> Candidate:
-    sides = [tuple(parse(text.strip()) for text in side.split(";")) for side in (source, target)]
-    return Candidate(sides[0], sides[1], {name: parse_type(text) for name, text in variables.items()})
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_rules_known_from_papers_are_in_the_file(name: str) -> None:
-    wanted = canonical(_candidate(*NAMED[name]))
+    wanted = canonical(read_candidate(*NAMED[name]))
     known = {(rule.source, rule.target) for rule in RULES}
     assert (wanted.source, wanted.target) in known, wanted
 
 
 MATRICES = {"x": "a,a", "y": "a,a", "w": "a,a", "v": "a,a", "b": "a"}
 KERNELS = {"x": "a,a,h,v", "w": "a,a,r,t"}
+IMAGES = {**KERNELS, **dict.fromkeys("bgns", "a")}
 WRONG = [
     (
         "matmul(x, concat[1](w, v))",
@@ -188,6 +194,18 @@ WRONG = [
     ("partition[0,k](combine[1,k](x))", "partition[1,k](combine[0,k](x))", {"x": "a,a@k"}),
     ("conv(x, w)", "reduce[k](conv(replicate[k](x), replicate[k](w)))", KERNELS),
     ("conv_relu(x, w)", "conv(relu(x), w)", KERNELS),
+    (
+        "linear(x, concat[1](w, v), concat[0](b, b))",
+        "concat[1](matmul(x, w), linear(x, v, b))",
+        {"x": "a,a", "w": "a,a", "v": "a,a", "b": "a"},
+    ),
+    ("multiply_along[1](conv(x, w), b)", "conv(x, multiply_along[1](w, b))", IMAGES),
+    ("multiply_along[1](add_along[1](x, b), g)", "add_along[1](multiply_along[1](x, g), b)", IMAGES),
+    (
+        "batch_norm(conv(x, w), n, s, g, b)",
+        "add_along[1](conv(x, multiply_along[0](w, s)), add(multiply(n, s), b))",
+        IMAGES,
+    ),
 ]
 
 
@@ -195,7 +213,7 @@ WRONG = [
 def test_a_wrong_rule_is_refused_by_the_fingerprint_the_proof_and_the_execution(
     wrong: tuple[str, str, dict[str, str]],
 ) -> None:
-    candidate = _candidate(*wrong)
+    candidate = read_candidate(*wrong)
     assert not candidate.holds()
     assert prove(candidate.source[0], candidate.target[0], candidate.types) is None
     same_types = type_of(candidate.source[0], candidate.types) == type_of(

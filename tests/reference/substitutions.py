@@ -61,12 +61,30 @@ def leaves(
 
 
 def execute(
-    term: Term, values: Mapping[str, Parts], types: Mapping[str, TensorType], sizes: Mapping[str, int]
+    term: Term,
+    values: Mapping[str, Parts],
+    types: Mapping[str, TensorType],
+    sizes: Mapping[str, int],
+    memo: dict[Term, Parts] | None = None,
 ) -> Parts:
-    """Return the parts of the value of `term`."""
+    """Return the parts of the value of `term`; with `memo`, of equal terms once."""
     if term.kind == VARIABLE:
         return values[term.name]
-    operands = [execute(operand, values, types, sizes) for operand in term.operands]
+    if memo is not None:
+        if term not in memo:
+            memo[term] = _executed(term, values, types, sizes, memo)
+        return memo[term]
+    return _executed(term, values, types, sizes, memo)
+
+
+def _executed(
+    term: Term,
+    values: Mapping[str, Parts],
+    types: Mapping[str, TensorType],
+    sizes: Mapping[str, int],
+    memo: dict[Term, Parts] | None,
+) -> Parts:
+    operands = [execute(operand, values, types, sizes, memo) for operand in term.operands]
     first = operands[0]
     if term.kind in ("partition", "replicate"):
         return _spread(term, first, sizes)
@@ -131,6 +149,14 @@ def _local(term: Term, x: list[Tensor], left: int, shape: tuple[int, ...]) -> Te
             return nn.functional.relu(
                 nn.functional.conv2d(x[0], x[1], padding=(x[1].shape[2] // 2, x[1].shape[3] // 2))
             )
+        case "add_along" | "multiply_along":
+            vector = x[1].reshape([-1 if dim == term.attributes[0] else 1 for dim in range(x[0].dim())])
+            return x[0] + vector if term.kind == "add_along" else x[0] * vector
+        case "batch_norm":
+            # Torch's gives its statistics no gradients: the mean is taken off before, the deviation is in the weight.
+            ones = torch.ones_like(x[1])
+            centered = x[0] + x[1].reshape(-1, 1, 1)
+            return nn.functional.batch_norm(centered, 0 * ones, ones, x[2] * x[3], x[4], eps=0.0)
         case "add":
             return x[0] + x[1]
         case "multiply":
