@@ -409,7 +409,8 @@ def _print(report: SearchReport) -> None:
         f"{report.topology}",
         f"{report.proposals} proposals, {report.accepted} accepted, {report.seconds:.1f} s ({rate:.0f} a second)"
         + (
-            f"; interrupted, the best so far is kept, go on by: app search --resume {report.search_id}"
+            "; interrupted, the best so far is kept"
+            + (f", go on by: app search --resume {report.search_id}" if report.resumable else "")
             if report.interrupted
             else ""
         ),
