@@ -116,7 +116,7 @@ def search(
         typer.Option(
             "--algorithm",
             help="mcmc, optcnn, tofu, placement, exhaustive, greedy, random, sharding or recomputation; several "
-            "joined by commas, each a start of the next. unity: substitutions too, and mcmc for the best graphs. With "
+            "joined by commas, each a start of the next. unity: mcmc, then substitutions and strategies together. With "
             "micro-batches pipeline, greedy, random or recomputation. "
             "Default: mcmc, with micro-batches pipeline.",
             show_default=False,

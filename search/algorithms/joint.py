@@ -74,8 +74,8 @@ class RewritingCosts:
     """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
 
     Those are known strategies for the graph as imported, and that of OptCNN's dynamic program for it where its tables
-    are small, carried over; data parallelism; one device. The program's cost is additive; the simulator knows what overlaps, and has the last
-    word. `best`: of those asked for so far, the best strategy and its outcome.
+    are small, carried over; data parallelism; one device. The program's cost is additive; the simulator knows what
+    overlaps, and has the last word. `best`: of those asked for so far, the best strategy and its outcome.
     """
 
     def __init__(self, rewritings: Rewritings, order: Order, known: Sequence[Strategy] = ()) -> None:

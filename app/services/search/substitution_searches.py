@@ -20,7 +20,7 @@ from app.services.predict.compiled_stretches import check_compiler
 from app.services.predict.problem import problem_of
 from app.services.progress import Progress
 from app.services.search.micro_batches import check_options
-from app.services.search.report import RelatedSearches
+from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
 from app.services.search.run_algorithms import ProgressObserver, worker_count
 from app.services.search.search import (
@@ -140,7 +140,7 @@ def run_substitution_searches(
             finally:
                 progress.end()
         evaluated = tuple((_chosen(moves, one.moves), one.cost_s) for one in joint.evaluated)
-        reports = [((), plain)]
+        reports: list[tuple[tuple[Substitution, ...], SearchReport]] = [((), plain)]
         # Of strategies that share weights or recompute to fit, what the joint search knows may not fit.
         if joint.step_time_s < float("inf"):
             best = rewritten_model(model, _chosen(moves, joint.rewriting))
