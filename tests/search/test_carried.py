@@ -10,7 +10,7 @@ import torch
 
 from graph.importer import import_module
 from graph.operators import OperatorGraph
-from graph.substitutions.rewriting import matches, rewritten
+from graph.substitutions.rewriting import every_substitution, rewritten
 from graph.zoo import build
 from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
@@ -26,7 +26,7 @@ def imported(name: str) -> OperatorGraph:
 @pytest.mark.parametrize("name", ["inception", "bert-large"])
 def test_data_parallelism_stays_data_parallelism_and_one_device_one(name: str) -> None:
     graph = imported(name)
-    other = rewritten(graph, matches(graph))
+    other = rewritten(graph, every_substitution(graph))
     assert (
         carried(data_parallel(graph, 4), graph, other).configurations
         == data_parallel(other, 4).configurations
@@ -37,7 +37,7 @@ def test_data_parallelism_stays_data_parallelism_and_one_device_one(name: str) -
 @pytest.mark.parametrize("seed", seeds(4, 10))
 def test_any_strategy_carried_over_is_legal_and_keeps_what_stays(seed: int) -> None:
     graph = imported("inception")
-    other = rewritten(graph, matches(graph))
+    other = rewritten(graph, every_substitution(graph))
     strategy = random_strategy(graph, 3, seed)
     result = carried(strategy, graph, other)
     result.validate(other, 3)
@@ -52,7 +52,7 @@ def test_between_any_two_rewritten_graphs_and_back_it_is_legal_and_keeps_what_bo
     name: str, seed: int
 ) -> None:
     graph, draw = imported(name), random.Random(seed)
-    every = matches(graph)
+    every = every_substitution(graph)
     one, other = (rewritten(graph, draw.sample(every, draw.randint(0, len(every)))) for _ in range(2))
     for before, after in ((one, other), (other, one), (one, graph), (graph, other)):
         strategy = random_strategy(before, 3, seed)
@@ -67,7 +67,7 @@ def test_between_any_two_rewritten_graphs_and_back_it_is_legal_and_keeps_what_bo
 
 def test_parts_of_a_merged_operator_get_its_configuration_back() -> None:
     graph = imported("bert-large")
-    other = rewritten(graph, matches(graph))
+    other = rewritten(graph, every_substitution(graph))
     strategy = random_strategy(other, 3, 5)
     result = carried(strategy, other, graph)
     for substitution in other.substitutions:

@@ -9,7 +9,6 @@ Source: Unity (OSDI 2022) section 6.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,10 +32,10 @@ from app.services.search.search import (
     search_setting,
 )
 from app.services.search.start_strategies import start_of
-from graph.errors import StrategyError, UsageError
+from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.rules import whole_call
-from graph.substitutions.rewriting import matches, rewritten
+from graph.substitutions.rewriting import compatible, matches, rewritten
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.joint import JointResult, search_jointly
@@ -174,12 +173,13 @@ def rewritings_of(
     """
 
     def problem(rewriting: Rewriting) -> Problem | None:
-        with suppress(StrategyError):  # an operator is in two of them
-            graph = rewritten(imported.graph, _chosen(moves, rewriting))
-            if prepare is not None:
-                prepare(graph)
-            return replace(imported, graph=graph, builder=None)
-        return None
+        substitutions = _chosen(moves, rewriting)
+        if not compatible(imported.graph, substitutions):
+            return None
+        graph = rewritten(imported.graph, substitutions)
+        if prepare is not None:
+            prepare(graph)
+        return replace(imported, graph=graph, builder=None)
 
     return Rewritings(imported, len(moves), problem, shares_for(imported.device_count))
 
