@@ -267,7 +267,7 @@ class TaskGraphBuilder:
         self.bucket_bytes = bucket_bytes
         self.links = links if links is not None else LinkCosts()
         self.local_calls = local_calls if local_calls is not None else rule_calls()
-        self.store = UnitStore(
+        self.store: UnitStore = UnitStore(
             graph,
             topology,
             costs,
