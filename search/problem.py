@@ -208,7 +208,7 @@ class Tables:
         edge = self.edges[number]
         producer, producer_rows = _distinct(self._configurations[edge.producer])
         reader, reader_rows = _distinct(self._configurations[edge.reader])
-        key = (self._single[number], edge.gradient, tuple(producer), tuple(reader), by_part)
+        key = (*self._edge_class(number), by_part)
         table = self._edge_tables.get(key)
         if table is None:
             if len(producer) * len(reader) > MOST_PAIRS:
@@ -219,6 +219,21 @@ class Tables:
                 )
             table = self._edge_tables[key] = self._make_edge(number, producer, reader, by_part=by_part)
         return EdgeTable(*table, producer_rows, reader_rows)
+
+    @property
+    def pair_count(self) -> int:
+        """How many pairs of configurations the tables of all edges have together, equal tables once."""
+        classes = {self._edge_class(number) for number in range(len(self.edges))}
+        return sum(len(producer) * len(reader) for _, _, producer, reader in classes)
+
+    def _edge_class(
+        self, number: int
+    ) -> tuple[int, bool, tuple[Configuration, ...], tuple[Configuration, ...]]:
+        """Return what the table of an edge depends on: equal edges have equal tables."""
+        edge = self.edges[number]
+        producer, _ = _distinct(self._configurations[edge.producer])
+        reader, _ = _distinct(self._configurations[edge.reader])
+        return self._single[number], edge.gradient, tuple(producer), tuple(reader)
 
     def _make_edge(
         self,

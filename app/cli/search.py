@@ -117,7 +117,7 @@ def search(
         typer.Option(
             "--algorithm",
             help="mcmc, optcnn, tofu, placement, exhaustive, greedy, random, sharding or recomputation; several "
-            "joined by commas, each a start of the next. unity: substitutions too, and mcmc for the best graphs. With "
+            "joined by commas, each a start of the next. unity: mcmc, then substitutions and strategies together. With "
             "micro-batches pipeline, greedy, random or recomputation. "
             "Default: mcmc, with micro-batches pipeline.",
             show_default=False,
@@ -412,7 +412,8 @@ def _print(report: SearchReport) -> None:
         f"{report.topology}",
         f"{report.proposals} proposals, {report.accepted} accepted, {report.seconds:.1f} s ({rate:.0f} a second)"
         + (
-            f"; interrupted, the best so far is kept, go on by: app search --resume {report.search_id}"
+            "; interrupted, the best so far is kept"
+            + (f", go on by: app search --resume {report.search_id}" if report.resumable else "")
             if report.interrupted
             else ""
         ),

@@ -9,6 +9,7 @@ those are dropped that cost more than alpha times the best.
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ def backtrack(
     budget: int,
     alpha: float = ALPHA,
     starts: Sequence[tuple[int, ...]] = ((),),
+    deadline: float = float("inf"),
 ) -> list[Evaluated]:
     """Return all sets of moves that were evaluated, the best first.
 
@@ -46,7 +48,8 @@ def backtrack(
         cost: seconds of a set of moves, which are ascending.
         budget: the most sets to evaluate; the starts count.
         alpha: sets that cost more than so many times the best are not followed.
-        starts: evaluated first.
+        starts: evaluated first, the first of them in any case.
+        deadline: of `time.monotonic`, after which no set is evaluated.
     """
     evaluated: dict[tuple[int, ...], Evaluated] = {}
     queue: list[tuple[tuple[float, int, tuple[int, ...]], Evaluated]] = []
@@ -56,7 +59,7 @@ def backtrack(
         nonlocal best_s
         if moves in evaluated:
             return True
-        if len(evaluated) >= budget:
+        if len(evaluated) >= budget or (evaluated and time.monotonic() >= deadline):
             return False
         one = evaluated[moves] = Evaluated(moves, cost(moves))
         best_s = min(best_s, one.cost_s)

@@ -14,8 +14,8 @@ from search.simulate.strategy_state import Layout
 from search.simulate.task_graph import TaskGraphBuilder
 
 
-def builder_of(problem: Problem) -> TaskGraphBuilder:
-    """Return the task graph builder of a problem."""
+def builder_of(problem: Problem, beside: TaskGraphBuilder | None = None) -> TaskGraphBuilder:
+    """Return the task graph builder of a problem; `beside`: of another graph, see `TaskGraphBuilder`."""
     if problem.builder is not None:
         return problem.builder
     return TaskGraphBuilder(
@@ -25,6 +25,7 @@ def builder_of(problem: Problem) -> TaskGraphBuilder:
         problem.training,
         links=problem.links,
         local_calls=problem.local_calls,
+        beside=beside,
     )
 
 

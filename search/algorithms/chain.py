@@ -6,7 +6,7 @@ walks it. `search.algorithms.mcmc` says which chains there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import log
 
@@ -86,11 +86,12 @@ class ChainResult:
 
 @dataclass(frozen=True, slots=True)
 class ChainBest:
-    """The best strategy of a chain, its outcome, and after how many proposals it was found."""
+    """The best strategy of a chain, its outcome, after how many proposals it was found, and its graph's rewriting."""
 
     outcome: Outcome
     configurations: tuple[Configuration, ...]
     found_at: int = 0
+    rewriting: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -113,6 +114,8 @@ class Chain:
     # Of the start, and of all that follow it.
     sharding: tuple[Sharding, ...] = field(default=(), kw_only=True)
     recomputation: OperatorRanges = field(default=(), kw_only=True)
+    # Of a walk that rewrites the graph (`search.algorithms.joint`): the moves that made the current one, by number.
+    rewriting: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def done(self) -> bool:
@@ -134,21 +137,43 @@ class Chain:
 
     def step(self, moves: Moves, record: Callable[[Proposal], None]) -> None:
         """Make one proposal, accept or reject it, and record it."""
-        evaluation = self.evaluation
-        move = moves.propose(evaluation.configurations, self.rng)
+        move = moves.propose(self.evaluation.configurations, self.rng)
+        proposed, bound_ns, accepted = self._decide(self.evaluation, move.changed, self.rewriting)
+        record(self._proposal(move, proposed, bound_ns, accepted=accepted))
+
+    def rewrite(
+        self, evaluation: Evaluation, changed: Mapping[int, Configuration], rewriting: tuple[int, ...]
+    ) -> bool:
+        """Make one proposal of another graph, accept or reject it; return whether it was accepted.
+
+        Args:
+            evaluation: of a strategy for that graph.
+            changed: operators whose configurations are others in the proposal.
+            rewriting: the moves that make that graph.
+        """
+        return self._decide(evaluation, changed, rewriting)[2]
+
+    def _decide(
+        self, evaluation: Evaluation, changed: Mapping[int, Configuration], rewriting: tuple[int, ...]
+    ) -> tuple[Outcome | None, int, bool]:
+        """Accept or reject a proposal; return its outcome, the makespan up to which it is accepted, and whether it is.
+
+        The outcome is None where it exceeds that.
+        """
         bound_ns = self.bound_ns() if self.beta != float("inf") else self.current.step_time_ns
         current = evaluation.configurations
         # Most that are equal are one object.
         changes = {
             index: configuration
-            for index, configuration in move.changed.items()
+            for index, configuration in changed.items()
             if current[index] is not configuration and current[index] != configuration
         }
-        proposed: Outcome | None = self.current
         if changes:
             # Where memory is exceeded, a proposal may be accepted whatever time it takes.
             least_ns = bound_ns if self.current.excess_bytes == 0 else NEVER_NS
             proposed = evaluation.propose(changes, least_ns)
+        else:
+            proposed = self.current if evaluation is self.evaluation else evaluation.current()
         accepted = proposed is not None and accepts(self.current, proposed, bound_ns)
         self.proposals += 1
         if accepted and proposed is not None:
@@ -156,13 +181,16 @@ class Chain:
             self.accepted += 1
             if changes:
                 evaluation.commit()
+            self.evaluation, self.rewriting = evaluation, rewriting
             if proposed < self.best.outcome:
                 # One assignment: an interrupt finds a strategy and its outcome together.
-                self.best = ChainBest(proposed, tuple(evaluation.configurations), self.proposals)
+                self.best = ChainBest(
+                    proposed, tuple(evaluation.configurations), self.proposals, self.rewriting
+                )
                 self.gained_at = self.proposals
         elif changes:
             evaluation.roll_back()
-        record(self._proposal(move, proposed, bound_ns, accepted=accepted))
+        return proposed, bound_ns, accepted
 
     def _proposal(self, move: Move, proposed: Outcome | None, bound_ns: int, *, accepted: bool) -> Proposal:
         if proposed is None:

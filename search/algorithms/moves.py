@@ -130,9 +130,18 @@ class Moves:
                 self._axes_between.setdefault((group_index, neighbour.group), []).append(neighbour.axes)
         self._hybrids = hybrids(graph, self.groups, device_count) if self.shares.hybrid else ()
 
-    def propose(self, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
-        """Return a random move from the current configurations of all operators."""
-        group_index = int(rng.integers(len(self.groups)))
+    def propose(
+        self,
+        configurations: Sequence[Configuration],
+        rng: np.random.Generator,
+        among: Sequence[int] | None = None,
+    ) -> Move:
+        """Return a random move from the current configurations of all operators.
+
+        among: places of the groups from which the first to change is drawn; None: all.
+        """
+        places = range(len(self.groups)) if among is None else among
+        group_index = places[int(rng.integers(len(places)))]
         shares = self.shares
         # Without hybrids nothing is drawn for them, here and below.
         if self._hybrids and rng.random() < shares.hybrid:

@@ -91,7 +91,9 @@ class UnitStore:
         costs: CostTable,
         links: LinkCosts,
         local_calls: LocalCalls,
+        resource_sets: ResourceSetStore | None = None,
     ) -> None:
+        """Begin without fragments, with the resource sets of another graph on the topology, if any are given."""
         self.graph = graph
         self.topology = topology
         self.links = links
@@ -148,16 +150,14 @@ class UnitStore:
         self._at_PD = np.full((rows, FEWEST_DEGREES), -1, np.int64)
         # Pages of it are taken as they are written, and kept.
         self.arena = np.zeros(ARENA_WORDS + (ARENA_WORDS >> 2), np.int64)
+        # To list the routes takes seconds where there are a million.
+        self.resource_sets = resource_sets if resource_sets is not None else ResourceSetStore(topology, links)
         self._empty()
 
     def _empty(self) -> None:
         self.generation += 1
-        # To list the routes takes seconds where there are a million.
-        self.resource_sets: ResourceSetStore = (
-            ResourceSetStore(self.topology, self.links)
-            if self.generation == 1
-            else self.resource_sets.emptied()
-        )
+        if self.generation > 1:
+            self.resource_sets = self.resource_sets.emptied()
         self._end = 0
         self._regions.clear()
         self._holders.clear()

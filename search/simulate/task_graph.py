@@ -252,7 +252,12 @@ class TaskGraphBuilder:
         links: LinkCosts | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         local_calls: LocalCalls | None = None,
+        beside: TaskGraphBuilder | None = None,
     ) -> None:
+        """Begin a builder.
+
+        beside: that of another graph on the same topology with the same links, with which resource sets are shared.
+        """
         from search.simulate.arrays import contention_ppm
         from search.simulate.fragment_cache import UnitStore
 
@@ -262,7 +267,14 @@ class TaskGraphBuilder:
         self.bucket_bytes = bucket_bytes
         self.links = links if links is not None else LinkCosts()
         self.local_calls = local_calls if local_calls is not None else rule_calls()
-        self.store = UnitStore(graph, topology, costs, self.links, self.local_calls)
+        self.store: UnitStore = UnitStore(
+            graph,
+            topology,
+            costs,
+            self.links,
+            self.local_calls,
+            None if beside is None else beside.store.resource_sets,
+        )
         self.state_tensors = OPTIMIZER_STATE[training.optimizer]
         self.contention_ppm_D = contention_ppm(topology)
         self.capacity_bytes_D = np.array(

@@ -1,7 +1,8 @@
-"""A strategy carried over to the graph that substitutions make of its own."""
+"""A strategy carried over from a graph to one that substitutions make of it, or back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from graph.axes import REPLICA_NAME, AxisKind
@@ -9,54 +10,84 @@ from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy
 
 
-def carried(strategy: Strategy, graph: OperatorGraph, rewritten: OperatorGraph) -> Strategy:
-    """Return a strategy of configurations alone for a rewritten graph, on the same devices.
+def carried(strategy: Strategy, graph: OperatorGraph, other: OperatorGraph) -> Strategy:
+    """Return a strategy of configurations alone for another graph of the network, on the same devices.
 
-    Operators that stay keep theirs. One in place of several has that of whichever gave its first output; one whose
-    output is new, that of the first of its readers whose output is not.
+    Operators of both graphs keep their configuration. One in place of others, or of which another is in place, has
+    that of whichever makes its first output in `graph`; where none does, of the nearest operator, by the values
+    between them, of which that is so, readers first.
 
     Args:
         strategy: for `graph`.
-        graph: as imported.
-        rewritten: `graph` with substitutions applied.
+        graph: as imported, or with substitutions applied.
+        other: the same network as imported, or with other substitutions applied.
     """
-    configurations = []
-    for operator in rewritten.operators:
-        index, _ = graph.producer[_stood_for(operator, graph, rewritten)]
-        own = strategy.configurations[index]
-        before = graph.operators[index]
-        configurations.append(own if before.name == operator.name else _fitted(before, own, operator))
     return replace(
-        Strategy(rewritten.digest, tuple(configurations)),
+        Strategy(
+            other.digest,
+            tuple(_configuration(strategy, graph, other, operator) for operator in other.operators),
+        ),
         collective_algorithms=strategy.collective_algorithms,
         synchronization=strategy.synchronization,
     )
 
 
-def _stood_for(operator: Operator, graph: OperatorGraph, rewritten: OperatorGraph) -> str:
-    """Return the value of `graph` whose operator's configuration an operator of the rewritten graph has."""
-    while operator.outputs[0] not in graph.producer:
-        reader, _ = rewritten.consumers[operator.outputs[0]][0]
-        operator = rewritten.operators[reader]
-    return operator.outputs[0]
+def _configuration(
+    strategy: Strategy, graph: OperatorGraph, other: OperatorGraph, operator: Operator
+) -> Configuration:
+    index = graph.index_by_name.get(operator.name)
+    if index is None:
+        index = next(
+            (
+                graph.producer[name][0]
+                for near in _by_distance(other, operator)
+                for name in near.outputs
+                if name in graph.producer
+            ),
+            0,
+        )
+    before, own = graph.operators[index], strategy.configurations[index]
+    return own if before.space.axes == operator.space.axes else _fitted(before, own, operator)
+
+
+def _by_distance(graph: OperatorGraph, operator: Operator) -> Iterator[Operator]:
+    """Go through an operator, those that read what it makes, and theirs; then those before it."""
+    yield operator
+    for forward in (True, False):
+        border, met = [operator], {operator.name}
+        while border:
+            near = border.pop(0)
+            names = near.outputs if forward else near.inputs
+            indexes = (
+                [index for name in names for index, _ in graph.readers[name]]
+                if forward
+                else [graph.producer[name][0] for name in names if name in graph.producer]
+            )
+            for index in indexes:
+                following = graph.operators[index]
+                if following.name not in met:
+                    met.add(following.name)
+                    border.append(following)
+                    yield following
 
 
 def _fitted(before: Operator, configuration: Configuration, operator: Operator) -> Configuration:
     """Return a configuration for an operator with some axes of another.
 
-    A degree whose axis is gone is joined to that of the samples, where these are enough, else to that of replicas. It
-    may change which part a device has.
+    A degree whose axis is gone, or is too short, is joined to that of the samples, where these are enough, else to that
+    of replicas. It may change which part a device has.
     """
     wanted = {
         axis.name: degree for axis, degree in zip(before.space.axes, configuration.degrees, strict=True)
     }
-    degrees = [wanted.pop(axis.name, 1) for axis in operator.space.axes]
+    axes = operator.space.axes
+    degrees = [
+        wanted.pop(axis.name) if wanted.get(axis.name, axis.size + 1) <= axis.size else 1 for axis in axes
+    ]
     places = [
-        index
-        for index, axis in enumerate(operator.space.axes)
-        if axis.kind is AxisKind.SAMPLE or axis.name == REPLICA_NAME
+        index for index, axis in enumerate(axes) if axis.kind is AxisKind.SAMPLE or axis.name == REPLICA_NAME
     ]
     for degree in wanted.values():
-        place = next(index for index in places if degrees[index] * degree <= operator.space.axes[index].size)
+        place = next(index for index in places if degrees[index] * degree <= axes[index].size)
         degrees[place] *= degree
     return Configuration(tuple(degrees), configuration.devices)

@@ -66,12 +66,16 @@ def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equ
     report = command(*search, "--json").document
     sets = {len(row["substitutions"]): row["step_time_s"] for row in report["evaluated"]}
     assert sets.keys() == {0, 1}
-    steps = {len(row["substitutions"]): row for row in report["searches"]}
-    assert steps.keys() == {0, 1}
+    plain, joint = report["searches"]
+    assert plain["substitutions"] == []
     best = report["best"]["predictions"][0]["predicted_step_time_s"]
-    assert best == min(row["predicted_step_time_s"] for row in steps.values())
+    assert best == min(plain["predicted_step_time_s"], joint["predicted_step_time_s"])
+    refused = command("search", "--resume", str(joint["search"]))
+    assert (refused.code, "is finished" in refused.errors) == (2, True)
+    assert command("db", "check").code == 0
 
-    digest = steps[1]["digest"]
+    merged = ("search", *OWN, *HERE, "--substitute", "--proposals", "20", "--no-confirm", "--workers", "1")
+    digest = command(*merged, "--json").document["predictions"][0]["digest"]
     file = tmp_path / "merged.json"
     assert command("strategy", "export", digest[:12], "--output", str(file)).code == 0
     document = json.loads(file.read_text())

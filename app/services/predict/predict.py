@@ -133,6 +133,7 @@ class Setting:
 
     measurers: by device kind, of the kinds that this machine has.
     schedule, gradients: those asked for, of the model's micro-batches; None: any.
+    on_miss: what becomes of calls without a cost.
     """
 
     model: ImportedModel
@@ -146,6 +147,7 @@ class Setting:
     measurers: Mapping[str, Measurer] = field(default_factory=dict)
     schedule: Schedule | None = None
     gradients: GradientSums | None = None
+    on_miss: OnMiss = "estimate"
 
     def in_micro_batches(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the micro-batches of the model, as they are asked for."""
@@ -224,6 +226,7 @@ def prepare(
             source=source,
             table=CostTable(source),
             measurers=measurers,
+            on_miss=on_miss,
         )
 
 

@@ -79,7 +79,8 @@ class SearchReport:
     costs of the search, where they were measured again since, part of it is compiled, or gradients are summed otherwise
     than by default, as `synchronization` says. unconfirmed: confirming was
     interrupted. compiled: the first and the last operator of each stretch of the best strategy that is compiled.
-    micro_batches: those of the best strategy (`micro_batch_report`), where there are several.
+    micro_batches: those of the best strategy (`micro_batch_report`), where there are several. resumable: whether the
+    search could go on, were it interrupted.
     """
 
     search_id: int
@@ -106,6 +107,7 @@ class SearchReport:
     compiled: tuple[tuple[str, str], ...] = ()
     synchronization: Mapping[str, Any] = field(default_factory=dict)
     micro_batches: Mapping[str, Any] = field(default_factory=dict)
+    resumable: bool = True
 
     @property
     def estimate_error(self) -> float | None:

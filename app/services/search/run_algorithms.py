@@ -29,7 +29,7 @@ from search.space.placements import ProposalOrigin
 class SearchPlan:
     """A search about to begin: its algorithms, their starts and, of a walk that is resumed, its chains.
 
-    workers: processes that walk chains, at most.
+    workers: processes that walk chains, at most. result: of a search that has been made; then no algorithm runs.
     """
 
     search_id: int
@@ -39,6 +39,7 @@ class SearchPlan:
     resumed: tuple[ResumedChain, ...] = ()
     compare_baselines: bool = False
     workers: int = 1
+    result: AlgorithmResult | None = None
 
 
 def worker_count(asked: int | None) -> int:

@@ -42,7 +42,8 @@ from app.services.search.run_algorithms import SearchPlan, run_algorithms, worke
 from app.services.search.start_strategies import StartStrategy, given_starts, known_starts, start_of
 from app.services.stored import strategy_of
 from app.services.trace.replay import TraceReader, resumed_chains
-from graph.errors import RuntimeFailure
+from graph.errors import RuntimeFailure, UsageError
+from graph.operators import OperatorGraph
 from graph.synchronization import Policy
 from graph.training import Training
 from search.algorithms import registry
@@ -50,6 +51,8 @@ from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
 from search.cost.calls_to_profile import calls_to_profile
 
+UNITY = "unity"
+"""The algorithm that searches substitutions and strategies together (`substitution_searches`)."""
 # Searches that follow one whose winner does not hold, at most, and the part of its proposals that each has.
 MOST_SEARCHES_ON = 2
 SHARE_SEARCHED_ON = 4
@@ -96,6 +99,41 @@ def run_search(
             return _search_and_confirm(store, setting, request, plan, progress)
 
 
+def keep_search(
+    request: SearchRequest,
+    algorithm: str,
+    store: Store,
+    setting: Setting,
+    result: AlgorithmResult,
+    progress: Progress,
+) -> SearchReport:
+    """Store a search that has been made, without its proposals, as `run_search` stores one; confirm what it found.
+
+    Args:
+        request: the search, of the algorithms that would go on from its result.
+        algorithm: that made it. A search of that name cannot be resumed.
+        store: open.
+        setting: of the graph that the result is for.
+        result: of the search.
+        progress: shows the stages.
+
+    Raises:
+        SoapstoneError: as `run_search`.
+    """
+    options, names = search_options(request), algorithm_names(request)
+    record = replace(search_record(request, options, setting, ()), algorithm=algorithm)
+    plan = SearchPlan(
+        store.start_search(record),
+        names,
+        options,
+        (),
+        compare_baselines=request.compare_baselines,
+        workers=worker_count(request.workers),
+        result=result,
+    )
+    return replace(_search_and_confirm(store, setting, request, plan, progress), resumable=False)
+
+
 def resume_search(
     search_id: int, database: str | None, progress: Progress, *, workers: int | None = None
 ) -> SearchReport:
@@ -112,6 +150,11 @@ def resume_search(
         record = store.search(search_id)
         if record.status in ("finished", "running"):
             store.resume_search(search_id)  # says why not
+        if record.algorithm == UNITY:
+            raise UsageError(
+                f"search {search_id}: is of algorithm {UNITY}, whose proposals are not recorded, must be of another "
+                "one to go on; start a new search"
+            )
         request = request_of(record)
         with as_written(f"table searches, row {record.id}, column options"):
             shares = MoveShares(**record.options["moves"]) if "moves" in record.options else ONE_GROUP
@@ -195,11 +238,18 @@ def search_setting(
     # Of other machines there are only estimates.
     on_miss = request.on_miss or ("estimate" if target.machine is None else "measure")
     with prepare(store, model, target, training, on_miss, progress) as setting:
-        if on_miss == "measure":
-            # As `app profile` does; the walk then seldom meets a call without a cost.
-            calls = calls_to_profile(model.graph, len(target.topology.devices))
-            resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
+        measure_missing(setting, model.graph)
         yield replace(setting, schedule=schedule_of(request), gradients=gradients_of(request))
+
+
+def measure_missing(setting: Setting, graph: OperatorGraph) -> None:
+    """Measure what is missing of a graph's costs at once, where a setting measures, as `app profile` does.
+
+    The walk then seldom meets a call without a cost.
+    """
+    if setting.on_miss == "measure":
+        calls = calls_to_profile(graph, len(setting.topology.devices))
+        resolve_costs(setting, {kind.name: calls for kind in setting.topology.kinds})
 
 
 def _starts(
@@ -253,7 +303,7 @@ def _search_and_confirm(
             options = replace(options, time_limit_s=options.time_limit_s / SHARE_SEARCHED_ON)
         search_id = store.start_search(search_record(request, options, setting, starts))
         progress.say(f"search {plan.search_id}: {confirmed.confirmation.says()}; searching on")
-        plan = replace(plan, search_id=search_id, options=options, starts=starts, resumed=())
+        plan = replace(plan, search_id=search_id, options=options, starts=starts, resumed=(), result=None)
     report = replace(report, confirmations=tuple(confirmations))
     if request.policy != Policy.FIFO and not (report.interrupted or report.unconfirmed):
         report = with_policy(store, setting, plan, report, request.policy, progress)
@@ -335,7 +385,9 @@ def _search(
             with progress.stage("simulating the baselines"):
                 predictions = SearchPredictions(store, setting, plan)
                 baselines = predictions.baselines(progress)
-            results = run_algorithms(store, setting, plan, progress)
+            results = (
+                run_algorithms(store, setting, plan, progress) if plan.result is None else (plan.result,)
+            )
             # A user who interrupts a search waits neither for another one nor for a bound.
             interrupted = results[-1].interrupted
             best = predictions.best(registry.best_of(results).strategy, baselines, again=not interrupted)

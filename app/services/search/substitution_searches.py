@@ -1,7 +1,7 @@
 """`app search --algorithm unity`: which substitutions, and which strategy for the graph that they make, together.
 
-The outer level goes through sets of substitutions, cheapest first, by the simulated step of what is known for their
-graphs. The best sets and the graph as imported are searched then as any network is.
+The graph as imported is searched as any network is; then `search.algorithms.joint` goes on from what that found, over
+sets of substitutions and strategies for the graphs that they make.
 
 Source: Unity (OSDI 2022) section 6.
 """
@@ -9,10 +9,8 @@ Source: Unity (OSDI 2022) section 6.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import Any
 
 from app.db.store import Store
@@ -23,33 +21,34 @@ from app.services.progress import Progress
 from app.services.search.micro_batches import check_options
 from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
-from app.services.search.run_algorithms import worker_count
-from app.services.search.search import check_topology, imported_model, run_search, search_setting
+from app.services.search.run_algorithms import ProgressObserver, worker_count
+from app.services.search.search import (
+    UNITY,
+    check_topology,
+    imported_model,
+    keep_search,
+    measure_missing,
+    run_search,
+    search_setting,
+)
+from app.services.search.start_strategies import start_of
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.rules import whole_call
-from graph.strategy import Strategy
-from graph.substitutions.rewriting import compatible, matches
+from graph.substitutions.rewriting import compatible, matches, rewritten
 from graph.substitutions.substitution import Substitution, substitutions_to_json
-from search.algorithms.backtracking import Evaluated, backtrack
-from search.algorithms.best_tracker import simulated
-from search.algorithms.optcnn import optcnn
-from search.orders import Order
+from search.algorithms.algorithm import AlgorithmResult
+from search.algorithms.joint import JointResult, search_jointly
+from search.algorithms.moves import shares_for
+from search.algorithms.rewritings import Rewriting, Rewritings
 from search.problem import Problem
-from search.space.baselines import data_parallel, single_device
-from search.space.carried import carried
-
-NAME = "unity"
-# Sets of substitutions that are evaluated, and those of them that are searched, beside the graph as imported.
-BUDGET = 40
-MOST_SEARCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SubstitutionSearches(RelatedSearches[tuple[Substitution, ...]]):
-    """The reports of the searches, by sets of substitutions.
+    """The reports of the searches, of the graph as imported and the joint one, with the substitutions that each found.
 
-    evaluated: all sets that were considered, the best first, each with the seconds of a step that it costs.
+    evaluated: all sets that backtracking considered, the best first, each with the seconds of a step that it costs.
     """
 
     evaluated: tuple[tuple[tuple[Substitution, ...], float], ...]
@@ -100,13 +99,13 @@ def run_substitution_searches(
     options = search_options(request)
     if request.model.micro_batches != 1 or request.substitute:
         raise UsageError(
-            f"--algorithm {NAME}: chooses substitutions for a step in one batch, must be without --micro-batches and "
+            f"--algorithm {UNITY}: chooses substitutions for a step in one batch, must be without --micro-batches and "
             "--substitute; leave them out"
         )
     check_topology(request, database)
     if request.starts:
         raise UsageError(
-            f"--start: names strategies for one graph, must be left out with --algorithm {NAME}, which searches "
+            f"--start: names strategies for one graph, must be left out with --algorithm {UNITY}, which searches "
             "several; leave it out"
         )
     names, workers = algorithm_names(request), worker_count(request.workers)
@@ -117,31 +116,38 @@ def run_substitution_searches(
     moves = moves_of(model.graph)
     if not moves:
         raise UsageError(
-            f"--algorithm {NAME}: no rule applies to {model.graph.name}, must one; choose mcmc, which searches the "
+            f"--algorithm {UNITY}: no rule applies to {model.graph.name}, must one; choose mcmc, which searches the "
             "same strategies"
         )
+    plain = run_search(request, database, progress, lambda: model)
+    if plain.interrupted or plain.unconfirmed:
+        return SubstitutionSearches((((), plain),), ())
     with Store.open(database) as store:
         with search_setting(store, request, model, progress) as setting:
-            costs = SetCosts(problem_of(setting), options.order)
-
-        def cost(chosen: tuple[int, ...]) -> float:
-            if not compatible(model.graph, _chosen(moves, chosen)):
-                return inf
-            with search_setting(store, request, _rewritten(model, moves, chosen), progress) as setting:
-                return costs.seconds(problem_of(setting))
-
-        evaluated = backtrack(len(moves), cost, budget=BUDGET)
-    reports: list[tuple[tuple[Substitution, ...], SearchReport]] = []
-    for chosen in _searched(evaluated):
-        rewritten = _rewritten(model, moves, chosen)
-        each = replace(request, model=rewritten.request)
-        report = run_search(each, database, progress, partial(_given, rewritten))
-        reports.append((rewritten.graph.substitutions, report))
-        if report.interrupted or report.unconfirmed:
-            break
-    return SubstitutionSearches(
-        tuple(reports), tuple((_chosen(moves, one.moves), one.cost_s) for one in evaluated)
-    )
+            known = start_of(setting, store.strategy(plain.best.digest)).strategy
+            rewritings = rewritings_of(problem_of(setting), moves, partial(measure_missing, setting))
+            progress.begin(f"searching {model.graph.name} and its substitutions", options.proposals)
+            try:
+                joint = search_jointly(
+                    rewritings,
+                    (known,),
+                    options,
+                    observer=ProgressObserver(
+                        progress, f"searching {model.graph.name} and its substitutions"
+                    ),
+                )
+            finally:
+                progress.end()
+        evaluated = tuple((_chosen(moves, one.moves), one.cost_s) for one in joint.evaluated)
+        reports: list[tuple[tuple[Substitution, ...], SearchReport]] = [((), plain)]
+        # Of strategies that share weights or recompute to fit, what the joint search knows may not fit.
+        if joint.step_time_s < float("inf"):
+            best = rewritten_model(model, _chosen(moves, joint.rewriting))
+            each = replace(request, model=best.request)
+            with search_setting(store, each, best, progress) as setting:
+                report = keep_search(each, UNITY, store, setting, _result(joint), progress)
+            reports.append((best.graph.substitutions, report))
+    return SubstitutionSearches(tuple(reports), evaluated)
 
 
 def moves_of(graph: OperatorGraph) -> list[tuple[Substitution, ...]]:
@@ -153,45 +159,43 @@ def moves_of(graph: OperatorGraph) -> list[tuple[Substitution, ...]]:
     return [tuple(group) for group in alike.values()]
 
 
-class SetCosts:
-    """What the graph of a set of substitutions costs: the simulated step of the best of three strategies for it.
+def rewritings_of(
+    imported: Problem,
+    moves: Sequence[tuple[Substitution, ...]],
+    prepare: Callable[[OperatorGraph], None] | None = None,
+) -> Rewritings:
+    """Return the rewritings of a problem's graph by some moves, with the problem's costs.
 
-    That of OptCNN's dynamic program for the graph as imported, carried over; data parallelism; one device. The
-    program's cost is additive; the simulator knows what overlaps, so that it has the last word.
+    Args:
+        imported: the problem of the graph as imported.
+        moves: as of `moves_of`.
+        prepare: called with each graph before it is simulated.
     """
 
-    def __init__(self, problem: Problem, order: Order) -> None:
-        self._graph = problem.graph
-        self._order: Order = order
-        self._found: tuple[Strategy, ...] = ()
-        with suppress(UsageError):  # too wide for it: the others count
-            self._found = (optcnn(problem).strategy,)
+    def problem(rewriting: Rewriting) -> Problem | None:
+        substitutions = _chosen(moves, rewriting)
+        if not compatible(imported.graph, substitutions):
+            return None
+        graph = rewritten(imported.graph, substitutions)
+        if prepare is not None:
+            prepare(graph)
+        return replace(imported, graph=graph, builder=None)
 
-    def seconds(self, problem: Problem) -> float:
-        """Return the step of a rewritten graph; infinite where none of the strategies fits the memory."""
-        graph = problem.graph
-        strategies = [
-            single_device(graph),
-            data_parallel(graph, problem.device_count),
-            *[carried(strategy, self._graph, graph) for strategy in self._found],
-        ]
-        return min(simulated(problem, strategy, self._order).seconds for strategy in strategies)
+    return Rewritings(imported, len(moves), problem, shares_for(imported.device_count))
 
 
-def _searched(evaluated: Sequence[Evaluated]) -> list[tuple[int, ...]]:
-    best = [one.moves for one in evaluated[:MOST_SEARCHED]]
-    return best if () in best else [(), *best]
-
-
-def _chosen(moves: Sequence[tuple[Substitution, ...]], chosen: Sequence[int]) -> tuple[Substitution, ...]:
+def _chosen(moves: Sequence[tuple[Substitution, ...]], chosen: Rewriting) -> tuple[Substitution, ...]:
     return tuple(substitution for move in chosen for substitution in moves[move])
 
 
-def _given(model: ImportedModel) -> ImportedModel:
-    return model
-
-
-def _rewritten(
-    model: ImportedModel, moves: Sequence[tuple[Substitution, ...]], chosen: Sequence[int]
-) -> ImportedModel:
-    return rewritten_model(model, _chosen(moves, chosen))
+def _result(joint: JointResult) -> AlgorithmResult:
+    return AlgorithmResult(
+        UNITY,
+        joint.strategy,
+        joint.step_time_s,
+        joint.proposals,
+        joint.accepted,
+        joint.interrupted,
+        joint.seconds,
+        joint.chains,
+    )

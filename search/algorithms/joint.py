@@ -1,0 +1,310 @@
+"""Substitutions and configurations searched together: backtracking over rewritings, then a Metropolis walk over both.
+
+Backtracking goes through sets of moves (`search.algorithms.rewritings`), cheapest first; a set costs the simulated step
+of the best of some strategies for its graph. The walk begins at the best set and at the graph as imported. Its state is
+a rewriting and a strategy for the graph that this makes. Most proposals change configurations, as those of `mcmc` do;
+a share of them applies or reverts a move, the configurations being carried over (`search.space.carried`); of half of
+these the operators that are new change theirs at once. All are accepted by one rule, with one beta and one initial
+makespan.
+
+Source: Unity (OSDI 2022) section 6 for the levels; FlexFlow (arXiv:1807.05358) section 6 for the walk; the walk over
+both is ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from graph.errors import StrategyError, UsageError
+from graph.strategy import Strategy
+from search.algorithms.backtracking import Evaluated, backtrack
+from search.algorithms.chain import TURN, Chain, ChainResult, SearchOptions, start_chain
+from search.algorithms.optcnn import default_space, optcnn
+from search.algorithms.proposal_log import Observer, Proposal
+from search.algorithms.rewritings import Rewriting, Rewritings, RewrittenGraph
+from search.orders import Order
+from search.outcome import Outcome
+from search.parallel.gc_pause import frozen_heap
+from search.problem import Tables
+from search.space.baselines import data_parallel, single_device
+from search.space.carried import carried
+
+# Rewritings that are evaluated before the walk.
+BUDGET = 40
+# Pairs of configurations, times devices, beyond which OptCNN's program takes longer than the walk is worth.
+MOST_PAIRS = 1_500_000
+# Proposals that apply or revert a move, and those of them that change configurations too.
+SHARE, TOGETHER = 0.05, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class JointStart:
+    """Where a chain begins: a rewriting, and a strategy for the graph that it makes."""
+
+    name: str
+    rewriting: Rewriting
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class JointResult:
+    """The best strategy of all chains, and the rewriting that makes its graph.
+
+    step_time_s: simulated; infinite where the memory does not suffice. evaluated: by backtracking, the best first.
+    seconds: of the search.
+    """
+
+    rewriting: Rewriting
+    strategy: Strategy
+    step_time_s: float
+    chains: tuple[ChainResult, ...] = ()
+    proposals: int = 0
+    accepted: int = 0
+    interrupted: bool = False
+    seconds: float = 0.0
+    evaluated: tuple[Evaluated, ...] = ()
+
+
+class RewritingCosts:
+    """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
+
+    Those are known strategies for the graph as imported, and that of OptCNN's dynamic program for it where its tables
+    are small, carried over; data parallelism; one device. The program's cost is additive; the simulator knows what
+    overlaps, and has the last word. `best`: of those asked for so far, the best strategy and its outcome.
+    """
+
+    def __init__(self, rewritings: Rewritings, order: Order, known: Sequence[Strategy] = ()) -> None:
+        self._rewritings = rewritings
+        self._order: Order = order
+        self._known = list(known)
+        self.best: dict[Rewriting, tuple[Outcome, Strategy]] = {}
+        problem = rewritings.imported.problem
+        tables = Tables(problem, default_space(problem))
+        if tables.pair_count * problem.device_count <= MOST_PAIRS:
+            with suppress(UsageError):  # too wide for it: the others count
+                self._known.append(optcnn(problem, tables.space).strategy)
+
+    @property
+    def cheapest(self) -> Rewriting:
+        """The rewriting that costs least of those asked for, of equals one of fewer moves."""
+        return min(self.best, key=lambda rewriting: (self.best[rewriting][0], len(rewriting), rewriting))
+
+    def seconds(self, rewriting: Rewriting) -> float:
+        """Return the step of a rewriting; infinite where its moves exclude each other, or nothing fits the memory.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        rewritten, imported = self._rewritings.graph(rewriting), self._rewritings.imported
+        if rewritten is None:
+            return float("inf")
+        graph = rewritten.graph
+        strategies = [
+            *(carried(strategy, imported.graph, graph) for strategy in self._known),
+            data_parallel(graph, imported.problem.device_count),
+            single_device(graph),
+        ]
+        outcomes = [rewritten.outcome(strategy, self._order) for strategy in strategies]
+        outcome = min(outcomes)
+        self.best[rewriting] = outcome, strategies[outcomes.index(outcome)]
+        return outcome.seconds
+
+
+class JointChain:
+    """A Metropolis chain over rewritings and strategies. `at`: the graph that it is at."""
+
+    def __init__(
+        self, rewritings: Rewritings, number: int, start: JointStart, options: SearchOptions, share: float
+    ) -> None:
+        """Begin a chain.
+
+        Raises:
+            StrategyError: the moves of the start exclude each other.
+            CostError: a local call has no cost.
+        """
+        at = rewritings.graph(start.rewriting)
+        if at is None:
+            raise StrategyError(
+                f"joint search: moves {start.rewriting} of a start exclude each other, must not; leave it out"
+            )
+        self.at: RewrittenGraph = at
+        self._rewritings = rewritings
+        self._order = options.order
+        self._share = share
+        # Other numbers than those of chains that walk on one graph.
+        rng = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(number, 1)))
+        strategy = Strategy(start.strategy.graph_digest, start.strategy.configurations)
+        self.chain: Chain = start_chain(at.builder, number, start.name, strategy, rng, options)
+        self.chain.rewriting = start.rewriting
+        self.chain.best = replace(self.chain.best, rewriting=start.rewriting)
+        at.evaluations[number] = self.chain.evaluation
+
+    def step(self) -> None:
+        """Make one proposal, and accept or reject it."""
+        if self._rewritings.count and self.chain.rng.random() < self._share:
+            self._rewrite()
+        else:
+            self.chain.step(self.at.moves, _forget)
+
+    def result(self) -> ChainResult:
+        """Return the chain's result so far."""
+        graph = self._rewritings.graph(self.chain.best.rewriting)
+        assert graph is not None, "the chain was there"
+        return self.chain.result(graph.graph)
+
+    def _rewrite(self) -> None:
+        chain, rng = self.chain, self.chain.rng
+        move = int(rng.integers(self._rewritings.count))
+        together = rng.random() < TOGETHER
+        rewriting = tuple(sorted(set(chain.rewriting) ^ {move}))
+        target = self._rewritings.graph(rewriting)
+        if target is None:
+            chain.proposals += 1
+            return
+        current = Strategy(self.at.graph.digest, tuple(chain.evaluation.configurations))
+        strategy = carried(current, self.at.graph, target.graph)
+        changed = dict(enumerate(strategy.configurations))
+        if together:
+            changed |= target.moves.propose(strategy.configurations, rng, target.touched(self.at)).changed
+        if chain.rewrite(target.evaluation(chain.number, strategy, self._order), changed, rewriting):
+            self.at = target
+
+
+def walk_jointly(
+    rewritings: Rewritings,
+    starts: Sequence[JointStart],
+    options: SearchOptions,
+    *,
+    share: float = SHARE,
+    deadline: float = float("inf"),
+    observer: Observer | None = None,
+) -> JointResult:
+    """Walk over rewritings and strategies, a chain from each start; the result is no worse than any start.
+
+    Of starts the configurations count: sharding and recomputation are of weights and operators that a rewriting may not
+    have. The same arguments give the same result, unless there is a deadline; more proposals make the same ones first.
+    Ctrl-C ends the walk with the best so far.
+
+    Args:
+        rewritings: of the graph as imported.
+        starts: at least one; `options.proposals` are divided between them.
+        options: as of `search.algorithms.mcmc.search`; its number of chains and its time limit count for nothing.
+        share: of the proposals that apply or revert a move.
+        deadline: of `time.monotonic`, after which no proposal is made.
+        observer: told how far the walk is.
+
+    Raises:
+        StrategyError: the moves of a start exclude each other.
+        CostError: a local call has no cost.
+        UsageError: the share is not between 0 and 1.
+        KeyboardInterrupt: it was interrupted before any chain had begun.
+    """
+    if not 0 <= share <= 1:
+        raise UsageError(
+            f"joint search: share of moves that rewrite is {share:g}, must be from 0 to 1; choose another"
+        )
+    began = time.monotonic()
+    options = replace(options, chains=len(starts))
+    chains: list[JointChain] = []
+    interrupted = False
+    try:
+        for number, start in enumerate(starts):
+            chains.append(JointChain(rewritings, number, start, options, share))
+        _walk(chains, deadline, observer)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not chains:
+        raise KeyboardInterrupt
+    results = [joint.result() for joint in chains]
+    best = min(
+        range(len(chains)),
+        key=lambda number: (chains[number].chain.best.outcome, chains[number].chain.best.found_at > 0),
+    )
+    return JointResult(
+        chains[best].chain.best.rewriting,
+        results[best].strategy,
+        results[best].best_s,
+        tuple(results),
+        sum(joint.chain.proposals for joint in chains),
+        sum(joint.chain.accepted for joint in chains),
+        interrupted,
+        time.monotonic() - began,
+    )
+
+
+@frozen_heap()
+def _walk(chains: Sequence[JointChain], deadline: float, observer: Observer | None) -> None:
+    """Let the chains take turns until all are done or the time is up."""
+    while walking := [joint for joint in chains if not joint.chain.done]:
+        for joint in walking:
+            for _ in range(TURN):
+                if joint.chain.done:
+                    break
+                if time.monotonic() >= deadline:
+                    return
+                joint.step()
+            _tell(observer, chains)
+
+
+def _tell(observer: Observer | None, chains: Sequence[JointChain]) -> None:
+    if observer is not None:
+        observer.progress(
+            sum(joint.chain.proposals for joint in chains),
+            sum(joint.chain.accepted for joint in chains),
+            min(joint.chain.best.outcome for joint in chains).seconds,
+        )
+
+
+def _forget(proposal: Proposal) -> None:
+    """Record nothing of a proposal."""
+
+
+def search_jointly(
+    rewritings: Rewritings,
+    known: Sequence[Strategy],
+    options: SearchOptions,
+    *,
+    budget: int = BUDGET,
+    share: float = SHARE,
+    observer: Observer | None = None,
+) -> JointResult:
+    """Search by backtracking, then by a walk from the best rewriting and from the graph as imported.
+
+    The result is no worse than any known strategy. The same arguments give the same result, unless there is a time
+    limit. Ctrl-C ends the search with the best so far.
+
+    Args:
+        rewritings: of the graph as imported.
+        known: strategies for the graph as imported; of them the configurations count.
+        options: as of `walk_jointly`, but that the time limit counts.
+        budget: the most rewritings that backtracking evaluates.
+        share: as of `walk_jointly`.
+        observer: told how far the walk is.
+
+    Raises:
+        CostError: a local call has no cost.
+        UsageError: the share is not between 0 and 1.
+        KeyboardInterrupt: it was interrupted before anything was simulated.
+    """
+    began = time.monotonic()
+    deadline = began + options.time_limit_s if options.time_limit_s is not None else float("inf")
+    evaluated: tuple[Evaluated, ...] = ()
+    costs = RewritingCosts(rewritings, options.order, known)
+    try:
+        evaluated = tuple(backtrack(rewritings.count, costs.seconds, budget=budget, deadline=deadline))
+        starts = [
+            JointStart("imported" if not rewriting else "backtracking", rewriting, costs.best[rewriting][1])
+            for rewriting in dict.fromkeys(((), costs.cheapest))
+        ]
+        result = walk_jointly(rewritings, starts, options, share=share, deadline=deadline, observer=observer)
+    except KeyboardInterrupt:
+        if not costs.best:
+            raise
+        outcome, strategy = costs.best[costs.cheapest]
+        result = JointResult(costs.cheapest, strategy, outcome.seconds, interrupted=True)
+    return replace(result, evaluated=evaluated, seconds=time.monotonic() - began)

@@ -1,0 +1,247 @@
+"""Substitutions and configurations searched together, against brute force over all sets and configurations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from app.services.search.substitution_searches import moves_of
+from graph.calls import LocalCall
+from graph.errors import StrategyError, UsageError
+from graph.importer import import_module
+from graph.operators import OperatorGraph
+from graph.substitutions.rewriting import rewritten
+from graph.training import Training
+from search.algorithms.backtracking import backtrack
+from search.algorithms.joint import JointResult, JointStart, search_jointly, walk_jointly
+from search.algorithms.mcmc import SearchOptions
+from search.algorithms.mcmc import search as walk_alone
+from search.algorithms.moves import shares_for
+from search.algorithms.rewritings import Rewriting, Rewritings
+from search.cost.calls_to_profile import rule_calls
+from search.cost.cost_table import CostTable, OperatorCost
+from search.cost.link_costs import LinkCosts
+from search.orders import Order
+from search.outcome import Outcome
+from search.problem import Problem
+from search.space.baselines import data_parallel, single_device
+from tests.runtime.strategies import seeds
+from tests.search.builders import MadeUpCosts, devices
+from tests.search.small import brute_force
+
+
+class Pair(torch.nn.Module):
+    """Two products that may be merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left(x) * self.right(x)).mean()
+
+
+class Twice(torch.nn.Module):
+    """Two pairs of products, each of which may be merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(4, width) for width in (4, 4, 2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c, d = self.parts
+        y = a(x) * b(x)
+        return (c(y) * d(y)).mean()
+
+
+class MergingCosts(MadeUpCosts):
+    """Costs of which it is drawn whether to start a call is dear or cheap, and how well a merged operator computes."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__(float(10 ** rng.uniform(-8, -6)), float(10 ** rng.uniform(-8, -5)))
+        self.merged = float(rng.uniform(1, 4))
+
+    def _cost(self, call: LocalCall, kind_name: str) -> OperatorCost:
+        cost = super()._cost(call, kind_name)
+        factor = self.merged if "merged" in call.target else 1.0
+        return replace(cost, forward_s=factor * cost.forward_s, backward_s=factor * cost.backward_s)
+
+
+@cache
+def imported(of: type[torch.nn.Module]) -> OperatorGraph:
+    return import_module(of(), (torch.randn(4, 4),), {}, name=of.__name__)
+
+
+def problem(of: type[torch.nn.Module], seed: int) -> Problem:
+    """Return the problem of a network on two devices, with costs of a seed."""
+    costs = CostTable(MergingCosts(np.random.default_rng(seed)))
+    return Problem(imported(of), devices(2), costs, Training(4), LinkCosts(), rule_calls())
+
+
+def rewritings(one: Problem, most_kept: int = 32, excluded: Sequence[Rewriting] = ()) -> Rewritings:
+    moves = moves_of(one.graph)
+
+    def problem_of(rewriting: Rewriting) -> Problem | None:
+        if rewriting in excluded:
+            return None
+        return replace(one, graph=rewritten(one.graph, [each for move in rewriting for each in moves[move]]))
+
+    return Rewritings(one, len(moves), problem_of, shares_for(one.device_count), most_kept)
+
+
+def brute_force_over_both(of: Rewritings, order: Order) -> Outcome:
+    best = []
+    for size in range(of.count + 1):
+        for rewriting in itertools.combinations(range(of.count), size):
+            graph = of.graph(rewriting)
+            assert graph is not None
+            best.append(brute_force(graph.problem, order))
+    return min(best)
+
+
+def imported_start(of: Rewritings) -> JointStart:
+    graph = of.imported.graph
+    return JointStart("imported", (), data_parallel(graph, of.imported.problem.device_count))
+
+
+def outcome_of(of: Rewritings, result: JointResult, order: Order = "program") -> float:
+    """The result's step, simulated from nothing."""
+    graph = of.graph(result.rewriting)
+    assert graph is not None
+    result.strategy.validate(graph.graph, of.imported.problem.device_count)
+    return graph.outcome(result.strategy, order).seconds
+
+
+@pytest.mark.parametrize("seed", seeds(4, 40))
+@pytest.mark.parametrize("order", ["program", "fifo"])
+def test_it_finds_what_brute_force_over_sets_and_configurations_finds(seed: int, order: Order) -> None:
+    of = rewritings(problem(Pair, seed))
+    result = search_jointly(of, (), SearchOptions(proposals=300, beta=30.0, order=order))
+    assert result.step_time_s == brute_force_over_both(of, order).seconds
+    assert result.step_time_s == outcome_of(of, result, order)
+
+
+@pytest.mark.parametrize("seed", seeds(1, 8))
+def test_it_finds_what_brute_force_finds_of_several_moves(seed: int) -> None:
+    of = rewritings(problem(Twice, seed))
+    assert of.count == 2
+    result = search_jointly(of, (), SearchOptions(proposals=4000, beta=30.0))
+    assert result.step_time_s == brute_force_over_both(of, "program").seconds
+
+
+def test_the_walk_alone_comes_to_any_set_and_back() -> None:
+    """From either graph it finds the same: what is best is with substitutions for some costs, without for others."""
+    chosen = set()
+    for seed in range(6):
+        of = rewritings(problem(Pair, seed))
+        merged = of.graph((0,))
+        assert merged is not None
+        starts = (imported_start(of), JointStart("merged", (0,), single_device(merged.graph)))
+        options = SearchOptions(proposals=600, beta=30.0)
+        results = [walk_jointly(of, (start,), options, share=0.2) for start in starts]
+        assert (
+            results[0].step_time_s == results[1].step_time_s == brute_force_over_both(of, "program").seconds
+        )
+        chosen |= {result.rewriting for result in results}
+    assert chosen == {(), (0,)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_proposals_are_never_worse(seed: int) -> None:
+    of = rewritings(problem(Twice, seed))
+    steps = [
+        walk_jointly(of, (imported_start(of),), SearchOptions(proposals=count, seed=seed)).step_time_s
+        for count in (0, 1, 10, 40, 100, 300)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] == of.imported.outcome(imported_start(of).strategy, "program").seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_no_worse_than_one_after_the_other_from_where_that_ends(seed: int) -> None:
+    of = rewritings(problem(Twice, seed))
+
+    def alone_s(rewriting: Rewriting) -> float:
+        graph = of.graph(rewriting)
+        assert graph is not None
+        return graph.outcome(single_device(graph.graph), "program").seconds
+
+    first = backtrack(of.count, alone_s, budget=9)[0].moves
+    graph = of.graph(first)
+    assert graph is not None
+    parts = graph.problem
+    options = SearchOptions(proposals=60, seed=seed)
+    in_turn = walk_alone(
+        graph.graph, parts.topology, parts.costs, parts.training, options, local_calls=parts.local_calls
+    )
+    start = JointStart("in turn", first, in_turn.strategy)
+    assert walk_jointly(of, (imported_start(of), start), options).step_time_s <= in_turn.step_time_s
+
+
+@pytest.mark.parametrize("order", ["program", "fifo"])
+def test_it_is_deterministic_and_does_not_depend_on_the_graphs_that_are_kept(order: Order) -> None:
+    """With one graph kept they are made again all the time, and simulated in full; else derived by what differs."""
+    options = SearchOptions(proposals=300, beta=30.0, seed=3, order=order)
+    results = []
+    for most_kept in (32, 32, 1):
+        of = rewritings(problem(Twice, 2), most_kept)
+        result = walk_jointly(of, (imported_start(of), imported_start(of)), options, share=0.3)
+        results.append((result.rewriting, result.strategy.digest, result.step_time_s, result.accepted))
+        assert [chain.proposals for chain in result.chains] == [150, 150]
+    assert results[0] == results[1] == results[2]
+
+
+class Interrupting:
+    """An observer that interrupts when it is told of progress for the second time."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def on_start(self, *_: object) -> None:
+        raise AssertionError("the starts of a joint walk are not told")
+
+    def on_proposals(self, *_: object) -> None:
+        raise AssertionError("its proposals are not told")
+
+    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
+        assert 0 <= accepted <= proposals
+        assert best_s > 0
+        self.told += 1
+        if self.told == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_the_best_so_far_and_a_time_limit_what_it_began_with() -> None:
+    of = rewritings(problem(Twice, 1))
+    known = imported_start(of).strategy
+    known_s = of.imported.outcome(known, "program").seconds
+    result = search_jointly(of, (known,), SearchOptions(proposals=10_000), observer=Interrupting())
+    assert result.interrupted
+    assert 0 < result.proposals < 10_000
+    assert outcome_of(of, result) == result.step_time_s <= known_s
+    late = search_jointly(of, (known,), SearchOptions(proposals=10_000, time_limit_s=0.0))
+    assert (late.interrupted, late.proposals, len(late.evaluated)) == (False, 0, 1)
+    assert late.step_time_s <= known_s
+
+
+def test_moves_that_exclude_each_other_are_never_together() -> None:
+    of = rewritings(problem(Twice, 0), excluded=[(0, 1)])
+    result = search_jointly(of, (), SearchOptions(proposals=400, beta=30.0), share=0.5)
+    assert result.proposals == 400
+    assert result.rewriting != (0, 1)
+    assert {one.moves: one.cost_s for one in result.evaluated}[0, 1] == float("inf")
+    strategy = imported_start(of).strategy
+    with pytest.raises(StrategyError, match=r"moves \(0, 1\) of a start exclude each other"):
+        walk_jointly(of, (JointStart("both", (0, 1), strategy),), SearchOptions())
+
+
+def test_a_share_that_is_none_is_refused() -> None:
+    of = rewritings(problem(Pair, 0))
+    with pytest.raises(UsageError, match=r"share of moves that rewrite is 1\.5"):
+        walk_jointly(of, (imported_start(of),), SearchOptions(), share=1.5)
