@@ -160,6 +160,14 @@ def search(
             "--substitutions); --algorithm unity chooses which.",
         ),
     ] = False,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse",
+            help="Execute groups of pointwise operators and normalizations, and products with activations, as one "
+            "operator each, compiled by torch.compile, before the search; --algorithm unity then chooses which.",
+        ),
+    ] = False,
     policy: Annotated[
         str,
         typer.Option(
@@ -263,6 +271,7 @@ def search(
         policy=checked_policy(policy),
         schedule=None if order_of_stages is None else order_of_stages.value,
         substitute=substitute,
+        fuse=fuse,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:

@@ -9,7 +9,7 @@ Source: TASO (SOSP 2019) section 2, Unity (OSDI 2022) section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graph.aliasing import may_alias
@@ -214,7 +214,9 @@ def _products_with_activations(graph: OperatorGraph) -> list[tuple[Operator, ...
     return [group for group in grouping.found() if group[0].outputs[0] not in _form(graph, group).outputs]
 
 
-def _fused(builder: GraphBuilder, graph: OperatorGraph, operators: Sequence[Operator]) -> tuple[DraftOperator]:
+def _fused(
+    builder: GraphBuilder, graph: OperatorGraph, operators: Sequence[Operator]
+) -> tuple[DraftOperator]:
     form = _form(graph, operators)
     call = compiled_call([builder.spec(name) for name in form.inputs], form.parts, form.results)
     name = "+".join(operator.name for operator in operators)
@@ -224,7 +226,7 @@ def _fused(builder: GraphBuilder, graph: OperatorGraph, operators: Sequence[Oper
 FUSING: Mapping[str, RewritingRule] = {
     "fuse-pointwise": RewritingRule(
         "all of a group of pointwise operators and normalizations that read each other's values",
-        (),
+        ("relu(add(x, y))", "relu(add(x, y))"),
         _pointwise_groups,
         _fused,
     ),

@@ -29,6 +29,7 @@ RULES: Mapping[str, RewritingRule] = {**MERGING, **FUSING}
 
 WITHOUT_COMPILER = tuple(name for name in RULES if name not in FUSING)
 """The rules whose operators are executed as they are, which takes no compiler."""
+WITH_COMPILER = tuple(FUSING)
 
 
 def matches(graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER) -> tuple[Substitution, ...]:
@@ -99,9 +100,7 @@ def rewritten(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Op
         aliases=graph.aliases,
         batch_norm=graph.batch_norm,
         substitutions=tuple(sorted(substitutions)),
-        made_as_imported=tuple(
-            value.name for value in graph.values if value.kind is ValueKind.OPERATOR
-        ),
+        made_as_imported=tuple(value.name for value in graph.values if value.kind is ValueKind.OPERATOR),
     )
 
 

@@ -32,7 +32,8 @@ class GraphRandomNumbers:
     def __init__(self, graph: OperatorGraph, context: ExecutionContext) -> None:
         self._graph = graph
         self._context = context
-        # In the order of the module, which substitutions may change. Dropout of everything is a product with zeros in torch.
+        # In the order of the module, which substitutions may change. Dropout of everything is a product with zeros in
+        # torch.
         self._waiting = [
             operator
             for operator in sorted(graph.operators, key=lambda operator: graph.draw_numbers[operator.name])

@@ -36,7 +36,8 @@ class SearchRequest:
     start of a chain and at the end. `confirm`: what decides between the best strategies is measured again at the end.
     `policy`: how the best strategy sums gradients: POLICY_AUTO, or as `graph.synchronization` names it.
     `compile_stretches`: of the best strategy, what is faster so is compiled between one communication and the next.
-    `substitute`: every substitution that the network allows is applied, before the search.
+    `substitute`, `fuse`: every substitution that the network allows, without and with a compiler, is applied before
+    the search.
     `schedule`: the order in which stages work on the model's micro-batches (`graph.schedule`); None: any.
     """
 
@@ -67,6 +68,7 @@ class SearchRequest:
     policy: str = "fifo"
     schedule: str | None = None
     substitute: bool = False
+    fuse: bool = False
 
 
 def search_options(request: SearchRequest) -> SearchOptions:
@@ -131,6 +133,8 @@ def search_record(
         del document["model"]["micro_batches"]
     if request.schedule is None:
         del document["schedule"]
+    if not request.fuse:
+        del document["fuse"]
     document["model"]["substitutions"] = substitutions_to_json(request.model.substitutions)
     if not request.model.substitutions:
         del document["model"]["substitutions"]
