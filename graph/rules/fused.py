@@ -153,7 +153,7 @@ def _numbered(
         if root not in split or size <= 1:
             continue
         merged = [spaces[part].axes[axis] for kind, part, axis in split[root] if kind == "axis"]
-        label = next((axis for axis in merged if axis.kind is AxisKind.PARAMETER), merged[-1])
+        label = next((axis for axis in merged if axis.kind is AxisKind.PARAMETER), merged[0])
         axis_of[root] = len(builder.axes)
         builder.add(label.name, size, label.kind)
     dims = tuple(
