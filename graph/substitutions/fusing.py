@@ -147,33 +147,49 @@ class _Grouping:
         self._before: list[int] = []
 
     def add(self, index: int, *, joins: bool, starts: bool) -> None:
-        """Take in the next operator: have it join a group that it reads from, or start one."""
-        operator = self._graph.operators[index]
-        producers = {
-            self._graph.producer[name][0] for name in operator.inputs if name in self._graph.producer
-        }
+        """Take in the next operator: have it start a group, and join those that it reads from.
+
+        One that starts none joins one group alone.
+        """
+        producers = self._producers(index)
         before = 0
         for producer in producers:
             before |= self._before[producer] | 1 << producer
         self._before.append(before)
         groups = {self._group_of[producer] for producer in producers if producer in self._group_of}
+        own = [index]
         for group in sorted(groups, reverse=True) if joins else ():
-            members = self.groups[group]
-            mask = _bits(members)
-            around = any(self._before[producer] & mask for producer in producers.difference(members))
-            if not around and _splits_along_batch(self._graph, self._operators((*members, index))):
-                self._join(index, group, mask, before)
-                return
-        if starts:
+            if self._is_joined(group, own):
+                own = self.groups[group] = sorted((*self.groups[group], *own))
+                self._close(own, group)
+                if not starts:
+                    break
+        if starts and len(own) == 1:
             self._group_of[index] = len(self.groups)
-            self.groups.append([index])
+            self.groups.append(own)
 
-    def _join(self, index: int, group: int, mask: int, before: int) -> None:
-        self.groups[group].append(index)
-        self._group_of[index] = group
-        for member in self.groups[group]:
+    def _producers(self, index: int) -> set[int]:
+        operator = self._graph.operators[index]
+        return {self._graph.producer[name][0] for name in operator.inputs if name in self._graph.producer}
+
+    def _is_joined(self, group: int, own: Sequence[int]) -> bool:
+        """Return whether operators that read from a group can be of it: no way from one to another leads outside."""
+        together = sorted((*self.groups[group], *own))
+        mask = _bits(together)
+        outside = {producer for index in together for producer in self._producers(index)}.difference(together)
+        around = any(self._before[producer] & mask for producer in outside)
+        return not around and _splits_along_batch(self._graph, self._operators(together))
+
+    def _close(self, members: Sequence[int], group: int) -> None:
+        """Make operators one group, of which all come before what reads one of them."""
+        before = 0
+        for member in members:
             before |= self._before[member]
-        mask |= 1 << index
+            left = self._group_of.get(member, group)
+            if left != group:
+                self.groups[left] = []
+            self._group_of[member] = group
+        mask = _bits(members)
         for other, earlier in enumerate(self._before):
             if mask >> other & 1:
                 self._before[other] = before
