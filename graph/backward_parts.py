@@ -18,9 +18,13 @@ from typing import NamedTuple
 
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph, ValueKind
+from graph.rules.fused import FUSED
 
-_AT_ONCE = frozenset({"soapstone.batch_norm", "soapstone.batch_norm_apply"})
-"""Operators whose backward makes the gradients of inputs from those of weights: in two parts it would take twice."""
+_AT_ONCE = frozenset({"soapstone.batch_norm", "soapstone.batch_norm_apply", FUSED})
+"""Operators whose backward makes the gradients of inputs from those of weights, or is one compiled function.
+
+In two parts it would take twice.
+"""
 
 Flags = tuple[bool, ...]
 

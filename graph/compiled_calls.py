@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graph.calls import LocalCall
-from graph.operators import TensorSpec
+from graph.operators import Argument, TensorSpec
 
 COMPILED = "soapstone.compiled"
 
@@ -52,11 +52,17 @@ def compiled_call(
 
 def parts_of(call: LocalCall) -> tuple[PartCall, ...]:
     """Return the parts of a compiled call, in order; one read back from its key has no bindings."""
-    bindings = dict(call.bindings).get("parts", ((),) * len(call.argument("parts")))
+    parts = parts_in(call.arguments)
+    bindings = dict(call.bindings).get("parts", ((),) * len(parts))
     return tuple(
         replace(part, call=replace(part.call, bindings=bound))
-        for part, bound in zip(map(_part, call.argument("parts")), bindings, strict=True)
+        for part, bound in zip(parts, bindings, strict=True)
     )
+
+
+def parts_in(arguments: Sequence[tuple[str, Argument]]) -> tuple[PartCall, ...]:
+    """Return the parts, without bindings, that the arguments of a compiled call or of a fused operator hold."""
+    return tuple(map(_part, dict(arguments)["parts"]))
 
 
 def _document(part: PartCall) -> tuple[Any, ...]:

@@ -53,6 +53,7 @@ def graph_to_document(graph: OperatorGraph) -> dict[str, Any]:
         "unsplit": [list(pair) for pair in graph.unsplit],
         "batch_norm": graph.batch_norm,
         "substitutions": substitutions_to_json(graph.substitutions),
+        "made_as_imported": list(graph.made_as_imported),
     }
 
 
@@ -90,6 +91,7 @@ def graph_from_document(document: dict[str, Any]) -> OperatorGraph:
         unsplit=_pairs(document["unsplit"]),
         batch_norm=document["batch_norm"],
         substitutions=substitutions_from_json(document["substitutions"]),
+        made_as_imported=tuple(document["made_as_imported"]),
     )
     graph.validate()
     if graph.digest != document["digest"]:

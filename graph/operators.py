@@ -150,8 +150,8 @@ class OperatorGraph:
 
     `buffer_updates` maps a buffer's name to the value that replaces it after the step.
     `unsplit` names operators that have no rule and run whole, and views whose sizes do not factor, each with why.
-    `substitutions` were applied to the graph that was imported, in this order (`graph.substitutions`); `places` are
-    then its values that operators make, in their order.
+    `substitutions` were applied to the graph that was imported, in this order (`graph.substitutions`), whose operators
+    made the values `made_as_imported`; without substitutions it is empty.
     """
 
     name: str
@@ -164,7 +164,7 @@ class OperatorGraph:
     unsplit: tuple[tuple[str, str], ...] = ()
     batch_norm: str = "synchronized"
     substitutions: tuple[Substitution, ...] = ()
-    places: tuple[str, ...] = ()
+    made_as_imported: tuple[str, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -186,20 +186,11 @@ class OperatorGraph:
     def draw_numbers(self) -> dict[str, int]:
         """For each operator, the number by which it draws random numbers: the place of its first output among all.
 
-        In a graph with substitutions these are the places before, so that an operator that stays draws what it drew;
-        what substitutions add draws nothing and has none.
+        Among those of the graph as imported, so that an operator that stays draws the same after substitutions.
         """
-        places = {name: place for place, name in enumerate(self.value_places)}
-        return {
-            operator.name: places[operator.outputs[0]]
-            for operator in self.operators
-            if operator.outputs[0] in places
-        }
-
-    @cached_property
-    def value_places(self) -> tuple[str, ...]:
-        """The values that operators make, in their order; before substitutions, where there are some."""
-        return self.places or tuple(value.name for value in self.values if value.kind is ValueKind.OPERATOR)
+        made = [value.name for value in self.values if value.kind is ValueKind.OPERATOR]
+        places = {name: place for place, name in enumerate(dict.fromkeys((*self.made_as_imported, *made)))}
+        return {operator.name: places[operator.outputs[0]] for operator in self.operators}
 
     @cached_property
     def producer(self) -> dict[str, tuple[int, int]]:

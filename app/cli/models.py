@@ -116,10 +116,11 @@ def show_model(
 
 
 def _show_substitutions(model: ImportedModel, *, as_json: bool) -> None:
-    from graph.substitutions.rewriting import matches
+    from app.services.predict.compiled_stretches import has_compiler
+    from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, matches
     from graph.substitutions.substitution import substitutions_to_json
 
-    found = matches(model.graph)
+    found = matches(model.graph, (*WITHOUT_COMPILER, *(WITH_COMPILER if has_compiler() else ())))
     if as_json:
         print_json(substitutions_to_json(found))
     elif not found:

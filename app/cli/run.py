@@ -109,6 +109,14 @@ def run(
             "baseline. Default: those of the strategy.",
         ),
     ] = False,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse",
+            help="Execute groups of pointwise operators and normalizations, and products with activations, as one "
+            "operator each, compiled by torch.compile; of a baseline. Default: those of the strategy.",
+        ),
+    ] = False,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -175,6 +183,7 @@ def run(
         optimizer=optimizer,
         batch_norm=batch_norm,
         substitute=substitute,
+        fuse=fuse,
         iterations=iterations,
         warmup=warmup,
         seed=seed,

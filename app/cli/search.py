@@ -161,6 +161,14 @@ def search(
             "--substitutions); --algorithm unity chooses which.",
         ),
     ] = False,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse",
+            help="Execute groups of pointwise operators and normalizations, and products with activations, as one "
+            "operator each, compiled by torch.compile, before the search; --algorithm unity then chooses which.",
+        ),
+    ] = False,
     policy: Annotated[
         str,
         typer.Option(
@@ -266,6 +274,7 @@ def search(
         schedule=None if order_of_stages is None else order_of_stages.value,
         gradients=None if sums is None else sums.value,
         substitute=substitute,
+        fuse=fuse,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:

@@ -17,6 +17,7 @@ def finished(
     aliases: tuple[tuple[str, str], ...],
     batch_norm: str,
     substitutions: tuple[Substitution, ...] = (),
+    made_as_imported: tuple[str, ...] = (),
 ) -> OperatorGraph:
     """Return the graph of a builder's operators, with the iteration space of each, which the whole graph refines.
 
@@ -54,6 +55,7 @@ def finished(
         unsplit=tuple(unsplit),
         batch_norm=batch_norm,
         substitutions=substitutions,
+        made_as_imported=made_as_imported,
     )
     graph.validate()
     return graph

@@ -19,5 +19,9 @@ class CompiledRule(WholeRule):
         """Return the floating-point operations of the backwards of all parts."""
         return sum(rule_for(part.call.target).backward_flops(part.call) for part in parts_of(call))
 
+    def bytes_moved(self, call: LocalCall) -> int:
+        """Return the bytes of all inputs read and outputs written: what is between the parts may stay in registers."""
+        return sum(spec.size_bytes for spec in (*call.inputs, *call.outputs))
+
 
 RULES = {COMPILED: CompiledRule("runs as one compiled function")}

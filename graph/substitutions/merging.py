@@ -52,7 +52,9 @@ def _form(graph: OperatorGraph, operator: Operator) -> object:
     )
 
 
-def _merged(_builder: GraphBuilder, operators: Sequence[Operator]) -> tuple[DraftOperator]:
+def _merged(
+    _builder: GraphBuilder, _graph: OperatorGraph, operators: Sequence[Operator]
+) -> tuple[DraftOperator]:
     first = operators[0]
     count = len(operators)
     biased = len(first.inputs) > 2

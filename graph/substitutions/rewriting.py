@@ -16,6 +16,7 @@ from graph.errors import StrategyError
 from graph.importing.building import DraftOperator, DraftValue, GraphBuilder
 from graph.importing.finishing import finished
 from graph.operators import Operator, OperatorGraph, ValueKind
+from graph.substitutions.fusing import FUSING
 from graph.substitutions.merging import MERGING
 from graph.substitutions.reordering import REORDERING
 from graph.substitutions.rewriting_rule import RewritingRule
@@ -26,17 +27,29 @@ from graph.texts import meant, shown
 MOST_SUBSTITUTIONS = 10_000
 """Of one graph, as many as any has operators to merge."""
 
-RULES: Mapping[str, RewritingRule] = {**MERGING, **REORDERING}
+RULES: Mapping[str, RewritingRule] = {**MERGING, **REORDERING, **FUSING}
 """By name, in the order in which `every_substitution` applies them."""
 
+WITHOUT_COMPILER = tuple(name for name in RULES if name not in FUSING)
+"""The rules whose operators are executed as they are, which takes no compiler."""
+WITH_COMPILER = tuple(FUSING)
 
-def matches(graph: OperatorGraph) -> tuple[Substitution, ...]:
-    """Return all substitutions that a graph allows, each with as many operators as can be; some may exclude others."""
+
+def matches(graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER) -> tuple[Substitution, ...]:
+    """Return all substitutions by some rules that a graph allows, each with as many operators as can be.
+
+    Some may exclude others.
+    """
     return tuple(
         Substitution(name, tuple(operator.name for operator in group))
-        for name, rule in RULES.items()
-        for group in rule.matches(graph)
+        for name in rules
+        for group in RULES[name].matches(graph)
     )
+
+
+def needs_compiler(substitutions: Iterable[Substitution]) -> bool:
+    """Return whether some of the operators that substitutions make are compiled where they are executed."""
+    return any(substitution.rule in FUSING for substitution in substitutions)
 
 
 def compatible(graph: OperatorGraph, substitutions: Iterable[Substitution]) -> bool:
@@ -51,11 +64,13 @@ def compatible(graph: OperatorGraph, substitutions: Iterable[Substitution]) -> b
     return True
 
 
-def every_substitution(graph: OperatorGraph) -> tuple[Substitution, ...]:
-    """Return as many substitutions of a graph as can be applied together, in the order of the rules."""
+def every_substitution(
+    graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER
+) -> tuple[Substitution, ...]:
+    """Return as many substitutions by some rules as can be applied to a graph together, in the order of the rules."""
     disjoint: list[Substitution] = []
     taken: set[str] = set()
-    for substitution in matches(graph):
+    for substitution in matches(graph, rules):
         if taken.isdisjoint(substitution.operators):
             disjoint.append(substitution)
             taken.update(substitution.operators)
@@ -80,7 +95,7 @@ def rewritten(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Op
     """
     if not substitutions:
         return graph
-    result = finished(
+    return finished(
         _applied(graph, substitutions),
         inputs=graph.inputs,
         loss=graph.loss,
@@ -88,8 +103,8 @@ def rewritten(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Op
         aliases=graph.aliases,
         batch_norm=graph.batch_norm,
         substitutions=tuple(sorted(substitutions)),
+        made_as_imported=tuple(value.name for value in graph.values if value.kind is ValueKind.OPERATOR),
     )
-    return replace(result, places=graph.value_places)
 
 
 def _applied(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> GraphBuilder:
@@ -98,11 +113,9 @@ def _applied(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Gra
     Raises:
         StrategyError: as `rewritten`.
     """
-    named = {substitution.rule for substitution in substitutions}
     found = {
-        name: [frozenset(group) for group in _names(rule.matches(graph))]
-        for name, rule in RULES.items()
-        if name in named
+        name: [frozenset(group) for group in _names(RULES[name].matches(graph))]
+        for name in {substitution.rule for substitution in substitutions}.intersection(RULES)
     }
     builder = GraphBuilder(
         graph.name,
@@ -121,7 +134,7 @@ def _applied(graph: OperatorGraph, substitutions: Sequence[Substitution]) -> Gra
                 )
             taken.add(operator.name)
         place = graph.index_by_name[operators[0].name]
-        drafts += [(place, draft) for draft in RULES[substitution.rule].rewrite(builder, operators)]
+        drafts += [(place, draft) for draft in RULES[substitution.rule].rewrite(builder, graph, operators)]
     drafts += [
         (
             index,

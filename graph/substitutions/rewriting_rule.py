@@ -15,14 +15,14 @@ class RewritingRule:
 
     They do not overlap; those of two rules may.
 
-    `rewrite` returns the operators in place of a group's, and adds to the builder the values that they make beside
-    those that were there. Of a `divisible` rule a part of a group, of two operators or more, is a match too.
+    `rewrite` returns the operators in place of a group's of a graph, and adds to the builder the values that they make
+    beside those that were there. Of a `divisible` rule a part of a group, of two operators or more, is a match too.
     `wanted`: what a match is, in words. `sides`: the proven rule that it rests on, for two operators
-    (`graph.substitutions.rules`).
+    (`graph.substitutions.rules`), or one side twice where the operators are executed as before.
     """
 
     wanted: str
     sides: tuple[str, str]
     matches: Callable[[OperatorGraph], list[tuple[Operator, ...]]]
-    rewrite: Callable[[GraphBuilder, Sequence[Operator]], Sequence[DraftOperator]]
+    rewrite: Callable[[GraphBuilder, OperatorGraph, Sequence[Operator]], Sequence[DraftOperator]]
     divisible: bool = False

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -179,6 +180,8 @@ def _bound(function: Callable[..., Any], positional: list[Any], keyword: dict[st
     return run
 
 
+# Of equal calls (the layers of a transformer, or a run and its verification) one is compiled.
+@lru_cache(maxsize=1024)
 def _compiled(call: LocalCall) -> Compiled:
     """Return the function of several calls by torch.compile, which compiles it at its first execution."""
     if hasattr(tqdm, "set_lock"):
@@ -195,10 +198,10 @@ def _compiled(call: LocalCall) -> Compiled:
 
 
 def _body(call: LocalCall) -> Callable[..., Tensors]:
-    parts = [(compile_call(part.call), part) for part in parts_of(call)]
+    parts = [(_within(part.call), part) for part in parts_of(call)]
     results = call.argument("results")
 
-    def body(step: torch.Tensor, seed: int, device: torch.device, *inputs: torch.Tensor) -> Tensors:
+    def body(step: int | torch.Tensor, seed: int, device: torch.device, *inputs: torch.Tensor) -> Tensors:
         context = ExecutionContext(seed, step, device)
         tensors = list(inputs)
         for execute, part in parts:
@@ -211,6 +214,18 @@ def _body(call: LocalCall) -> Callable[..., Tensors]:
         return tuple(tensors[number] for number in results)
 
     return body
+
+
+def _within(call: LocalCall) -> Compiled:
+    """Return the function of a call that is a part of a compiled one."""
+    if call.target != COMPILED:
+        return compile_call(call)
+    body = _body(call)
+
+    def run(inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:
+        return body(context.step, context.seed, context.device, *inputs)
+
+    return run
 
 
 def _named(body: Callable[..., Tensors]) -> Callable[..., Tensors]:

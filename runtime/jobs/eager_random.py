@@ -32,10 +32,11 @@ class GraphRandomNumbers:
     def __init__(self, graph: OperatorGraph, context: ExecutionContext) -> None:
         self._graph = graph
         self._context = context
-        # Dropout of everything is a product with zeros in torch.
+        # In the order of the module, which substitutions may change. Dropout of everything is a product with zeros in
+        # torch.
         self._waiting = [
             operator
-            for operator in graph.operators
+            for operator in sorted(graph.operators, key=lambda operator: graph.draw_numbers[operator.name])
             if operator.target in DRAWING and _dropped(operator) != 1.0
         ]
         self._earlier: dict[bytes, list[Operator]] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graph.operators import FLOATING, ITEM_BYTES, Operator, OperatorGraph, TensorSpec
+from graph.operators import FLOATING, ITEM_BYTES, Argument, Operator, OperatorGraph, TensorSpec
 from graph.plan import Plan
 from profiler.operators import ExecutionContext
 from profiler.updates import apply_update, initial_state
@@ -67,12 +67,18 @@ def _spec_in_double(spec: TensorSpec) -> TensorSpec:
 
 
 def _operator_in_double(operator: Operator) -> Operator:
-    """Return an operator whose dtype argument, for tensors to make or convert to, is float64."""
+    """Return an operator whose dtype argument, for tensors to make or convert to, is float64; so those of its parts."""
     arguments = tuple(
-        (name, DOUBLE if name == "dtype" and value in FLOATING else value)
+        (name, _in_double(value) if name in ("dtype", "parts") else value)
         for name, value in operator.arguments
     )
     return replace(operator, arguments=arguments)
+
+
+def _in_double(argument: Argument) -> Argument:
+    if isinstance(argument, tuple):
+        return tuple(map(_in_double, argument))
+    return DOUBLE if isinstance(argument, str) and argument in FLOATING else argument
 
 
 def in_double_on(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:

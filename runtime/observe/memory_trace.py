@@ -86,7 +86,8 @@ def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cp
         # Without fallbacks: they would run the real kernel on zeros of the real size.
         with FakeTensorMode(allow_fallback_kernels=False):
             tensors = _initial_tensors(plan)
-            with ledger:
+            # What is compiled counts as its parts do: torch.compile does not work without data.
+            with ledger, torch.compiler.set_stance("force_eager"):
                 world = SilentWorld(plan.strategy.device_count, rank, processor)
                 executor = Executor(plan, world, tensors, training, seed=0, learning_rate=0.0, device=_DEVICE)
                 del tensors

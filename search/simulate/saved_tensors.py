@@ -15,9 +15,11 @@ from math import prod
 
 from graph.aliasing import base_name
 from graph.calls import LocalCall
+from graph.compiled_calls import COMPILED, PartCall, parts_in, parts_of
 from graph.operator_ranges import OperatorRanges, group_numbers
 from graph.operators import Operator, OperatorGraph
 from graph.rules.common import slots_in
+from graph.rules.fused import FUSED
 from search.space.groups import is_view
 
 _NOTHING = frozenset(
@@ -132,21 +134,50 @@ def _is_made_within(graph: OperatorGraph, group_of: Sequence[int], reader: int, 
 
 def kept_inputs(operator: Operator, wanted: tuple[bool, ...]) -> list[int]:
     """Return which input slots an operator keeps; `wanted` says through which of them a gradient flows back."""
-    name = base_name(operator.target)
-    slots = list(range(len(operator.inputs)))
-    if is_view(operator) or name in _NOTHING:
+    if operator.target == FUSED:
+        kept = _kept_by_parts(parts_in(operator.arguments), len(operator.inputs))
+        return [slot for slot in range(len(operator.inputs)) if slot in kept]
+    return [] if is_view(operator) else _kept_slots(operator.target, wanted)
+
+
+def keeps_output(operator: Operator) -> bool:
+    """Return whether an operator keeps what it makes, one of several outputs at least."""
+    if operator.target == FUSED:
+        kept = _kept_by_parts(parts_in(operator.arguments), len(operator.inputs))
+        return not kept.isdisjoint(operator.argument("results"))
+    return not is_view(operator) and _keeps_outputs(operator.target)
+
+
+def _kept_slots(target: str, wanted: tuple[bool, ...]) -> list[int]:
+    name = base_name(target)
+    slots = list(range(len(wanted)))
+    if name in _NOTHING:
         return []
     if name in _FACTORS:
         return [slot for slot in slots if any(wanted[:slot] + wanted[slot + 1 :])]
     return [] if name in _OUTPUT and name not in _INPUTS else slots
 
 
-def keeps_output(operator: Operator) -> bool:
-    """Return whether an operator keeps what it makes."""
-    name = base_name(operator.target)
-    if name in _OUTPUT or name in _OUTPUT_BESIDE_INPUTS:
-        return True
-    return not (is_view(operator) or name in _NOTHING | _INPUTS | _FACTORS)
+def _keeps_outputs(target: str) -> bool:
+    name = base_name(target)
+    return name in _OUTPUT or name in _OUTPUT_BESIDE_INPUTS or name not in _NOTHING | _INPUTS | _FACTORS
+
+
+def _kept_by_parts(parts: Sequence[PartCall], inputs: int) -> set[int]:
+    """Return the tensors that the parts of a compiled call keep, by their numbers, if each keeps what it keeps alone.
+
+    A compiler may keep less, and make the rest again.
+    """
+    kept: set[int] = set()
+    made = inputs
+    for part in parts:
+        own = range(made, made + len(part.call.outputs))
+        made += len(own)
+        if part.call.has_backward:
+            kept.update(part.sources[slot] for slot in _kept_slots(part.call.target, part.call.gradients))
+            if _keeps_outputs(part.call.target):
+                kept.update(own)
+    return kept
 
 
 def kept_bytes(outputs: Lasting, call: LocalCall) -> tuple[int, int]:
@@ -161,6 +192,8 @@ def kept_bytes(outputs: Lasting, call: LocalCall) -> tuple[int, int]:
 def extra_bytes(call: LocalCall) -> int:
     """Return the bytes that a call's backward needs beside inputs and outputs: masks, gates, joined weights."""
     name = base_name(call.target)
+    if call.target == COMPILED:
+        return _extra_bytes_of_parts(call)
     if name == "dropout":
         return call.outputs[0].elements
     if name.startswith("max_pool"):
@@ -178,3 +211,13 @@ def extra_bytes(call: LocalCall) -> int:
         scores = prod(call.inputs[0].shape[:-1]) * call.inputs[1].shape[-2]
         return scores * (2 * call.inputs[0].item_bytes + 1)
     return 0
+
+
+def _extra_bytes_of_parts(call: LocalCall) -> int:
+    """Return the bytes of what is kept between the parts of a compiled call, and of what these need beside."""
+    parts = parts_of(call)
+    specs = (*call.inputs, *(spec for part in parts for spec in part.call.outputs))
+    within = _kept_by_parts(parts, len(call.inputs)).difference(
+        range(len(call.inputs)), call.argument("results")
+    )
+    return sum(specs[number].size_bytes for number in within) + sum(extra_bytes(part.call) for part in parts)

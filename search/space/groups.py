@@ -18,7 +18,9 @@ from math import prod
 
 from graph.aliasing import VIEW_TARGETS, base_name
 from graph.axes import AxisKind, Degrees, OperandMap
+from graph.compiled_calls import parts_in
 from graph.operators import Operator, OperatorGraph
+from graph.rules.fused import FUSED
 from graph.strategy import Configuration, Strategy
 
 # Operators that are heads whatever their size: their best split is not their producer's. All that iterate over
@@ -64,7 +66,10 @@ def is_view(operator: Operator) -> bool:
 
 def is_heavy(graph: OperatorGraph, operator: Operator) -> bool:
     """Return whether an operator is searched by itself: a product, a pooling, a cat, or one without a rule."""
-    if base_name(operator.target) in HEAD_TARGETS or not operator.splittable:
+    targets = [operator.target]
+    if operator.target == FUSED:
+        targets = [part.call.target for part in parts_in(operator.arguments)]
+    if any(base_name(target) in HEAD_TARGETS for target in targets) or not operator.splittable:
         return True
     specs = (*graph.input_specs(operator), *graph.output_specs(operator))
     points = prod(axis.size for axis in operator.space.axes if axis.kind is not AxisKind.REPLICA)

@@ -41,11 +41,51 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_show_lists_rules_and_operators(command: Command) -> None:
+def test_show_lists_rules_and_operators(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = {"rule": "merge-linears", "operators": ["linear", "linear_1"]}
     assert command("models", "show", "own_heads:heads", "--substitutions", "--json").document == [
-        {"rule": "merge-linears", "operators": ["linear", "linear_1"]}
+        merged,
+        {"rule": "fuse-pointwise", "operators": ["relu", "sigmoid", "mul"]},
+        {"rule": "fuse-linear-activation", "operators": ["linear", "relu"]},
+        {"rule": "fuse-linear-activation", "operators": ["linear_1", "sigmoid", "mul"]},
     ]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert command("models", "show", "own_heads:heads", "--substitutions", "--json").document == [merged]
     assert "no rule applies" in command("models", "show", "own_heads:fine", "--substitutions").output
+
+
+def test_without_a_compiler_nothing_fused_is_begun(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    baseline = ("run", *OWN, *HERE, "--strategy", "data-parallel")
+    unity = ("search", *OWN, *HERE, "--algorithm", "unity")
+    for words in (baseline, ("search", *OWN, *HERE), unity):
+        refused = command(*words, "--fuse")
+        assert refused.code == 2
+        assert "--fuse: no-such-compiler is not there, must be for torch.compile" in refused.errors
+    file = tmp_path / "fused.json"
+    fusion = [{"rule": "fuse-pointwise", "operators": ["relu", "sigmoid", "mul"]}]
+    file.write_text(json.dumps({"format": 1, "operators": {}, "substitutions": fusion}))
+    refused = command("run", *OWN, *HERE, "--strategy", str(file))
+    assert refused.code == 2
+    assert f"strategy {file}: no-such-compiler is not there" in refused.errors
+    monkeypatch.undo()
+    refused = command("run", *OWN, *HERE, "--strategy", str(file), "--fuse")
+    assert (refused.code, "--fuse: is for a baseline" in refused.errors) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_fused_strategy_is_run_and_equal_to_the_module(command: Command) -> None:
+    words = ("run", *OWN, *HERE, "--strategy", "data-parallel", "--iterations", "1", "--warmup", "0")
+    document = command(*words, "--fuse", "--verify", "--json").document
+    assert document["verified"]
+    names = {row["name"] for row in document["deviations"] if row["what"] == "eager gradient"}
+    assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
+    unity = ("search", *OWN, *HERE, "--algorithm", "unity", "--fuse", "--proposals", "20", "--no-confirm")
+    evaluated = command(*unity, "--workers", "1", "--json").document["evaluated"]
+    rules = {one["rule"] for row in evaluated for one in row["substitutions"]}
+    assert rules == {"merge-linears", "fuse-pointwise", "fuse-linear-activation"}
 
 
 def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equal_to_the_module(

@@ -8,14 +8,14 @@ import torch
 from graph.importer import import_module
 from graph.operators import FLOATING, Operator, OperatorGraph, TensorSpec, ValueKind
 from graph.rules import local_calls
-from graph.substitutions.rewriting import matches, rewritten
+from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, every_substitution, rewritten
 from graph.zoo import build
 from profiler.operators import ExecutionContext, compile_call
 from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, kept_outputs
 from search.space.groups import is_view
 from tests.search.builders import branches, two_layers
 
-QUICK = ("alexnet", "rnnlm", "bert-large", "bert-large merged")
+QUICK = ("alexnet", "rnnlm", "bert-large", "bert-large merged", "bert-large fused")
 NETWORKS = [
     *QUICK,
     *(
@@ -25,6 +25,8 @@ NETWORKS = [
             "vgg16",
             "inception",
             "inception merged",
+            "resnet101 fused",
+            "hf-llama fused",
             "resnet101",
             "densenet121",
             "nmt",
@@ -39,12 +41,13 @@ NETWORKS = [
 
 
 def graph_of(name: str) -> OperatorGraph:
-    """Return a small network of the zoo; one that is called merged, with all substitutions."""
-    network, _, merged = name.partition(" ")
+    """Return a small network of the zoo; one that is called merged or fused, with all substitutions of that kind."""
+    network, _, kind = name.partition(" ")
     with torch.device("meta"):
         module, args, kwargs = build(network, "small", 4)
     graph = import_module(module, args, kwargs, name=name)
-    return rewritten(graph, matches(graph)) if merged else graph
+    rules = {"": (), "merged": WITHOUT_COMPILER, "fused": WITH_COMPILER}[kind]
+    return rewritten(graph, every_substitution(graph, rules))
 
 
 def made(spec: TensorSpec, *, wanted: bool) -> torch.Tensor:
@@ -70,7 +73,11 @@ def claimed_and_saved(graph: OperatorGraph, operator: Operator) -> tuple[int, in
         saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    # What is compiled keeps less than its parts do.
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         outputs = compile_call(call)(inputs, ExecutionContext())
     lasting = [
         graph.value_by_name[name].kind is ValueKind.WEIGHT or spec.dtype not in FLOATING

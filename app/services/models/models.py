@@ -406,11 +406,15 @@ def rewritten_model(model: ImportedModel, substitutions: Sequence[Substitution])
     return replace(model, request=replace(model.request, substitutions=graph.substitutions), graph=graph)
 
 
-def with_all_substitutions(model: ImportedModel) -> ImportedModel:
-    """Return a model with as many substitutions applied as its graph, as imported, allows together."""
-    from graph.substitutions.rewriting import every_substitution
+def with_all_substitutions(model: ImportedModel, *, substitute: bool, fuse: bool) -> ImportedModel:
+    """Return a model with as many substitutions applied as its graph, as imported, allows together.
 
-    return rewritten_model(model, every_substitution(model.graph))
+    substitute: those that take no compiler. fuse: those that do.
+    """
+    from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, every_substitution
+
+    rules = (*(WITHOUT_COMPILER if substitute else ()), *(WITH_COMPILER if fuse else ()))
+    return rewritten_model(model, every_substitution(model.graph, rules)) if rules else model
 
 
 @rare_collection()

@@ -36,17 +36,22 @@ class DeviceStretch:
     parts: tuple[tuple[int, LocalCall], ...]
 
 
-def check_compiler() -> None:
-    """Check that torch.compile finds a C++ compiler, which it needs whatever the device.
+def has_compiler() -> bool:
+    """Return whether torch.compile finds a C++ compiler, which it needs whatever the device."""
+    named = os.environ.get("CXX")
+    return any(shutil.which(name) for name in ([named] if named else ["g++", "clang++", "c++"]))
+
+
+def check_compiler(what: str = "--compile") -> None:
+    """Check that torch.compile finds a compiler, for whatever needs it: an option or a strategy.
 
     Raises:
         UsageError: there is none.
     """
-    named = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([named] if named else ["g++", "clang++", "c++"])):
+    if not has_compiler():
         raise UsageError(
-            f"--compile: {named or 'g++ or clang++'} is not there, must be for torch.compile; install a C++ compiler "
-            "or name it in CXX"
+            f"{what}: {os.environ.get('CXX') or 'g++ or clang++'} is not there, must be for torch.compile; install a "
+            "C++ compiler or name it in CXX"
         )
 
 

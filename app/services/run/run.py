@@ -37,6 +37,7 @@ from app.services.timeline.store import read_recording, write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
 from graph.schedule import GradientSums, Schedule
 from graph.strategy import Strategy
+from graph.substitutions.rewriting import needs_compiler
 from graph.synchronization import Policy, Synchronization, synchronization_to_json
 from graph.topology import Processor
 from graph.training import Training
@@ -66,7 +67,8 @@ class RunRequest:
     micro_batches, schedule: the parts that the batch is gone through in, and their order; None: as the strategy says.
     gradients, credits: when gradients are summed over replicas, and the credits of each stage of schedule actors; None
     and empty: likewise.
-    substitute: apply every substitution that there is; of a strategy that follows the graph.
+    substitute, fuse: apply every substitution that there is, without and with a compiler; of a strategy that follows
+    the graph.
     """
 
     model: ModelRequest
@@ -93,6 +95,7 @@ class RunRequest:
     substitute: bool = False
     gradients: GradientSums | None = None
     credits: tuple[int, ...] = ()
+    fuse: bool = False
 
 
 def run_strategy(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
@@ -139,11 +142,14 @@ def _check(request: RunRequest) -> None:
     check_choice(request.recompute)
     if request.compile_stretches:
         check_compiler()  # before the import
-    if request.substitute and not follows_graph(request.strategy):
-        raise UsageError(
-            f"--substitute: is for a baseline, must be left out with strategy {request.strategy}, whose operators are "
-            "what they are; leave it out"
-        )
+    for option, asked in (("--substitute", request.substitute), ("--fuse", request.fuse)):
+        if asked and not follows_graph(request.strategy):
+            raise UsageError(
+                f"{option}: is for a baseline, must be left out with strategy {request.strategy}, whose operators are "
+                "what they are; leave it out"
+            )
+    if request.fuse:
+        check_compiler("--fuse")
     if request.limit_s is not None and not 0 < request.limit_s < LONGEST_TIMEOUT_S:
         raise UsageError(
             f"--limit: is {request.limit_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
@@ -186,8 +192,9 @@ def _limited(limit_s: float | None) -> Iterator[None]:
 def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
     with progress.stage(f"importing {request.model.name}"):
         model = import_graph(request.model, batch_norm=request.batch_norm)
-    if request.substitute:
-        model = with_all_substitutions(model)
+    model = with_all_substitutions(model, substitute=request.substitute, fuse=request.fuse)
+    if needs_compiler(model.graph.substitutions):
+        check_compiler(f"strategy {request.strategy}")
     check_graph(model, progress)
     return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
 
@@ -257,6 +264,7 @@ def run_on(
             strategy = with_all_stretches(model.graph, strategy, target.topology)
         if strategy.compiled:
             check_compiler()
+        if strategy.compiled or needs_compiler(model.graph.substitutions):
             # The first step compiles.
             request = replace(request, warmup=max(1, request.warmup))
         strategy_id, simulation = predict(store, setting, strategy, source, walk="always")

@@ -36,7 +36,8 @@ class SearchRequest:
     start of a chain and at the end. `confirm`: what decides between the best strategies is measured again at the end.
     `policy`: how the best strategy sums gradients: POLICY_AUTO, or as `graph.synchronization` names it.
     `compile_stretches`: of the best strategy, what is faster so is compiled between one communication and the next.
-    `substitute`: every substitution that the network allows is applied, before the search.
+    `substitute`, `fuse`: every substitution that the network allows, without and with a compiler, is applied before
+    the search.
     `schedule`: the order in which stages work on the model's micro-batches (`graph.schedule`); None: any.
     `gradients`: when gradients of micro-batches are summed over replicas; None: any.
     """
@@ -69,6 +70,7 @@ class SearchRequest:
     schedule: str | None = None
     substitute: bool = False
     gradients: str | None = None
+    fuse: bool = False
 
 
 def search_options(request: SearchRequest) -> SearchOptions:
@@ -134,6 +136,8 @@ def search_record(
     for name in ("schedule", "gradients"):
         if document[name] is None:
             del document[name]
+    if not request.fuse:
+        del document["fuse"]
     document["model"]["substitutions"] = substitutions_to_json(request.model.substitutions)
     if not request.model.substitutions:
         del document["model"]["substitutions"]

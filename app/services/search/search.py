@@ -79,6 +79,8 @@ def run_search(
     check_options(request, names)
     if request.compile_stretches:
         check_compiler()
+    if request.fuse:
+        check_compiler("--fuse")
     workers = worker_count(request.workers)
     check_topology(request, database)
     with Store.open(database) as store:
@@ -210,8 +212,7 @@ def imported_model(
         )
         with progress.stage(f"importing {request.model.name}{meanwhile}"):
             model = imported() if imported else import_graph(request.model, batch_norm=request.batch_norm)
-        if request.substitute:
-            model = with_all_substitutions(model)
+        model = with_all_substitutions(model, substitute=request.substitute, fuse=request.fuse)
         if warm_up.remaining:
             with progress.stage("compiling the simulator, once after an installation"):
                 warm_up.finish()

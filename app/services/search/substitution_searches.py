@@ -35,7 +35,7 @@ from app.services.search.start_strategies import start_of
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.rules import whole_call
-from graph.substitutions.rewriting import compatible, matches, rewritten
+from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, compatible, matches, rewritten
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.joint import JointResult, search_jointly
@@ -87,7 +87,7 @@ def run_substitution_searches(
     """Search for substitutions and strategies together; never worse than the search for the graph as imported.
 
     Args:
-        request: the search; its `algorithm` is that of each graph.
+        request: the search; its `algorithm` is that of each graph. `fuse`: with rules that take a compiler, too.
         database: as for `run_search`.
         progress: as for `run_search`.
         imported: returns the model as imported.
@@ -112,8 +112,12 @@ def run_substitution_searches(
     check_options(request, names)
     if request.compile_stretches:
         check_compiler()
+    if request.fuse:
+        check_compiler("--fuse")
+    rules = (*WITHOUT_COMPILER, *(WITH_COMPILER if request.fuse else ()))
+    request = replace(request, fuse=False)
     model = imported_model(request, names, workers, progress, imported)
-    moves = moves_of(model.graph)
+    moves = moves_of(model.graph, rules)
     if not moves:
         raise UsageError(
             f"--algorithm {UNITY}: no rule applies to {model.graph.name}, must one; choose mcmc, which searches the "
@@ -150,10 +154,10 @@ def run_substitution_searches(
     return SubstitutionSearches(tuple(reports), evaluated)
 
 
-def moves_of(graph: OperatorGraph) -> list[tuple[Substitution, ...]]:
+def moves_of(graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER) -> list[tuple[Substitution, ...]]:
     """Return the moves of a search: each applies a rule at all of those of its matches whose calls are the same."""
     alike: dict[object, list[Substitution]] = {}
-    for match in matches(graph):
+    for match in matches(graph, rules):
         calls = [whole_call(graph, graph.operator_by_name[name]).key for name in match.operators]
         alike.setdefault((match.rule, *calls), []).append(match)
     return [tuple(group) for group in alike.values()]
