@@ -285,7 +285,9 @@ def _rule(name: str) -> RewritingRule:
     def matches(graph: OperatorGraph) -> list[tuple[Operator, ...]]:
         return _found(graph)[name]
 
-    def rewrite(builder: GraphBuilder, operators: Sequence[Operator]) -> list[DraftOperator]:
+    def rewrite(
+        builder: GraphBuilder, _graph: OperatorGraph, operators: Sequence[Operator]
+    ) -> list[DraftOperator]:
         network = ProducedValues(
             iter(operators), {name: value.spec for name, value in builder.values.items()}
         )

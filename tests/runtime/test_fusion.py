@@ -56,7 +56,8 @@ class Block(nn.Module):
         normal = self.norm(total * 2)
         scaled = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-3)
         image = self.batch_norm(torch.relu(self.convolution(normal.transpose(1, 2))))
-        return scaled.sum() + (normal * total).square().sum() + torch.relu(image).sum()
+        loss: torch.Tensor = scaled.sum() + (normal * total).square().sum() + torch.relu(image).sum()
+        return loss
 
 
 def block() -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
@@ -173,7 +174,8 @@ class Around(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         first = torch.tanh(self.linear(values))
-        return (first + self.linear(first)).square().sum()
+        loss: torch.Tensor = (first + self.linear(first)).square().sum()
+        return loss
 
 
 def test_a_group_with_something_between_two_of_it_is_no_match() -> None:
