@@ -9,9 +9,9 @@ from app.db.store import Store
 from app.services.predict.predict import Setting, Target
 from app.services.search.memory_repair import repair_memory
 from graph.strategy import Strategy
-from search.algorithms.mcmc import SearchOptions
 from search.algorithms.weight_sharding import share_weights
 from search.cost.cost_table import CostTable
+from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import data_parallel
 from tests.app.test_reusing import setting_of
@@ -38,10 +38,13 @@ def test_as_much_is_shared_as_programs_take_beyond_the_sum(tmp_path: Path) -> No
         return tuple(size + 200 for size in summed(setting, strategy))
 
     assert max(walked(found)) > most + 100
-    options = SearchOptions(proposals=100)
-    fitted = repair_memory(setting, found, share_weights, options, walked, lambda one: summed(setting, one))
+
+    def shared(problem: Problem, strategy: Strategy) -> Strategy:
+        return share_weights(problem, (strategy,), most=100, order="program").strategy
+
+    fitted = repair_memory(setting, found, shared, walked, lambda one: summed(setting, one))
     assert fitted.sharding
     assert max(walked(fitted)) <= most + 100
     # What fits is left as it is.
-    again = repair_memory(setting, fitted, share_weights, options, walked, lambda one: summed(setting, one))
+    again = repair_memory(setting, fitted, shared, walked, lambda one: summed(setting, one))
     assert again == fitted
