@@ -84,24 +84,24 @@ def fusion(parts: Sequence[PartCall], inputs: Sequence[TensorSpec], results: Seq
 
 
 # A dim of a tensor: ("dim", tensor, position); an axis of a part: ("axis", part, position).
-_Node = tuple[str, int, int]
+_ValueDim = tuple[str, int, int]
 
 
 class _Classes:
     """Dims of tensors and axes of parts that are the same, and which of them stay whole."""
 
     def __init__(self) -> None:
-        self._parent: dict[_Node, _Node] = {}
-        self._whole: set[_Node] = set()
+        self._parent: dict[_ValueDim, _ValueDim] = {}
+        self._whole: set[_ValueDim] = set()
 
-    def root(self, node: _Node) -> _Node:
+    def root(self, node: _ValueDim) -> _ValueDim:
         """Return the node that stands for the class of one."""
         parent = self._parent.setdefault(node, node)
         if parent != node:
             parent = self._parent[node] = self.root(parent)
         return parent
 
-    def keep_whole(self, node: _Node) -> None:
+    def keep_whole(self, node: _ValueDim) -> None:
         """Have the class of a node stay whole."""
         self._whole.add(node)
         self.root(node)
@@ -122,9 +122,9 @@ class _Classes:
                 if each.axis is not None:
                     self.keep_whole(("axis", part, each.axis))
 
-    def split(self, results: Sequence[int]) -> dict[_Node, list[_Node]]:
+    def split(self, results: Sequence[int]) -> dict[_ValueDim, list[_ValueDim]]:
         """Return the members of each class that can be split, by its root: every result has exactly one such dim."""
-        members: dict[_Node, list[_Node]] = {}
+        members: dict[_ValueDim, list[_ValueDim]] = {}
         for node in self._parent:
             members.setdefault(self.root(node), []).append(node)
         stay = {self.root(node) for node in self._whole}
@@ -147,7 +147,7 @@ def _numbered(
     """Return the fusion with the common axes in the order of the first result's dims."""
     split = classes.split(results)
     builder = SpaceBuilder()
-    axis_of: dict[_Node, int] = {}
+    axis_of: dict[_ValueDim, int] = {}
     for position, size in enumerate(specs[results[0]].shape):
         root = classes.root(("dim", results[0], position))
         if root not in split or size <= 1:

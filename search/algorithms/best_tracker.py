@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from graph.strategy import Strategy
 from search.evaluate.evaluator import outcome
-from search.kernels.records import Array
 from search.orders import Order
 from search.outcome import Outcome
-from search.problem import Problem
-from search.simulate.strategy_state import Layout
 from search.simulate.task_graph import TaskGraphBuilder
+
+if TYPE_CHECKING:  # numba comes with them
+    from search.kernels.records import Array
+    from search.problem import Problem
+    from search.simulate.strategy_state import Layout
 
 
 def builder_of(problem: Problem, beside: TaskGraphBuilder | None = None) -> TaskGraphBuilder:

@@ -21,7 +21,8 @@ from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
 from tests.search.builders import devices
 
 TWO = ("--device", "cpu", "--devices", "2", "--strategy", "data-parallel", "--on-miss", "estimate")
-RUN = ("run", "--model", "alexnet", "--preset", "small", *TWO, "--iterations", "1")
+# Without convolutions, for which libraries take scratch memory that depends on the processor.
+RUN = ("run", "--model", "gpt2", "--preset", "small", *TWO, "--iterations", "1")
 QUERY = "SELECT peak_bytes, process_bytes, lost_s, undisturbed_s, median_s FROM executions"
 
 
@@ -33,7 +34,7 @@ def test_a_run_shows_and_stores_what_each_device_took(command: Command) -> None:
     assert done.document["memory_account"] == "walk"
     assert [one["device"] for one in found] == [0, 1]
     for one in found:
-        assert abs(one["relative_error"]) < 0.1
+        assert abs(one["relative_error"]) < 0.001
         assert one["relative_error"] == pytest.approx(
             one["predicted_peak_bytes"] / one["measured_peak_bytes"] - 1
         )

@@ -235,8 +235,8 @@ def test_a_run_gives_actors_credits_and_sums_as_asked(command: Command, jobs: li
     ):
         refused = command(*RUN, *pipelined, *given)
         assert refused.code == 2
-        assert said in refused.errors
-        assert refused.errors.count("\n") == 1
+        # A line that tells what is imported may stand before it.
+        assert said in refused.errors.splitlines()[-1]
 
 
 @pytest.mark.usefixtures("known_links")

@@ -342,6 +342,7 @@ import sys
 from search.algorithms import chain_pool, mcmc
 from search.algorithms.mcmc import SearchOptions, search
 from search.cost.cost_table import CostTable
+from search.problem import Problem
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls
 from tests.search.test_mcmc import TRAINING
 mcmc.WORKERS_PAY_S = -1.0
@@ -351,8 +352,8 @@ def fork(serve):
     print(forked.number, flush=True)
     return forked
 chain_pool.fork = fork
-search(branches(), devices(4), CostTable(MadeUpCosts()), TRAINING, SearchOptions(proposals=10**9, chains=3),
-       local_calls=local_calls, workers=2)
+problem = Problem(branches(), devices(4), CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls)
+search(problem, SearchOptions(proposals=10**9, chains=3), workers=2)
 """
 
 
