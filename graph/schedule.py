@@ -31,7 +31,7 @@ actors: OneFlow (arXiv:2110.15032), section 4.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -523,9 +523,7 @@ def read_schedule(text: str, option: str) -> Schedule:
     Raises:
         UsageError: it is none; the message begins with the `option`.
     """
-    if text not in tuple(Schedule):
-        raise UsageError(f"{option}: is {shown(text)}, must be one of {', '.join(Schedule)}; choose one")
-    return Schedule(text)
+    return Schedule(_one_of(Schedule, text, option))
 
 
 def read_gradient_sums(text: str, option: str) -> GradientSums:
@@ -534,6 +532,16 @@ def read_gradient_sums(text: str, option: str) -> GradientSums:
     Raises:
         UsageError: it is neither; the message begins with the `option`.
     """
-    if text not in tuple(GradientSums):
-        raise UsageError(f"{option}: is {shown(text)}, must be one of {', '.join(GradientSums)}; choose one")
-    return GradientSums(text)
+    return GradientSums(_one_of(GradientSums, text, option))
+
+
+def _one_of(names: Iterable[str], text: str, option: str) -> str:
+    """Return a text that is one of some names.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    choices = tuple(names)
+    if text not in choices:
+        raise UsageError(f"{option}: is {shown(text)}, must be one of {', '.join(choices)}; choose one")
+    return text

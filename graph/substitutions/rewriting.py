@@ -24,9 +24,6 @@ from graph.substitutions.substitution import Substitution
 from graph.substitutions.translation import SAME
 from graph.texts import meant, shown
 
-MOST_SUBSTITUTIONS = 10_000
-"""Of one graph, as many as any has operators to merge."""
-
 RULES: Mapping[str, RewritingRule] = {**MERGING, **REORDERING, **FUSING}
 """By name, in the order in which `every_substitution` applies them."""
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from graph.substitutions.terms import INFERENCE, Term, parse, subterms, type_of, variables
+from graph.substitutions.terms import Term, parse, subterms, type_of, variables
 from graph.substitutions.types import TensorType, parse_type
 
 PATH = Path(__file__).with_name("rules.json")
@@ -29,11 +29,6 @@ class Rule:
     types: Mapping[str, TensorType]
     conditions: tuple[str, ...]
     properties: tuple[str, ...]
-
-    @property
-    def is_of_inference(self) -> bool:
-        """Whether an operator occurs that a step of training has in another form."""
-        return any(part.kind in INFERENCE for term in (*self.source, *self.target) for part in subterms(term))
 
     def applies_backwards(self) -> bool:
         """Return whether the target names all variables, so that it may be replaced by the source."""

@@ -15,8 +15,12 @@ from graph.importer import import_module
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.training import Training
+from graph.zoo import Built
+from profiler.operators import ExecutionContext
 from runtime.jobs.job import Job, JobResult
-from runtime.jobs.models import ModelReference, split_batch
+from runtime.jobs.models import ModelReference, split_batch, tensors_of
+from runtime.jobs.verified_program import in_double, in_double_on
+from runtime.jobs.verify import interpret
 from tests.runtime.pool import LocalPool
 
 SEED = 11
@@ -130,6 +134,20 @@ def assert_equal(result: JobResult, expected: Expected, tolerance: float = TOLER
     compare(result.gradients, expected.gradients, tolerance, "gradient")
     compare(result.weights, expected.weights, 10 * tolerance, "weight")
     compare(result.buffers, expected.buffers, 10 * tolerance, "buffer")
+
+
+def assert_same_step(graph: OperatorGraph, other: OperatorGraph, built: Built) -> None:
+    """Check that a rewritten graph gives in float64 the loss, gradients and buffers of the one that was imported."""
+    context = ExecutionContext(seed=3)
+    tensors = tensors_of(graph, built).map(in_double_on(context.device))
+    expected, actual = (interpret(in_double(of), tensors, context) for of in (graph, other))
+
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(actual.gradients[key], gradient, rtol=1e-8, atol=1e-10)
+    for key, buffer in expected.buffers.items():
+        torch.testing.assert_close(actual.buffers[key], buffer, rtol=1e-9, atol=1e-12)
 
 
 def compare(

@@ -26,10 +26,9 @@ from graph.substitutions.substitution import Substitution
 from graph.zoo import build
 from profiler.operators import ExecutionContext, compile_call
 from profiler.operators.inputs import random_inputs
-from runtime.jobs.models import tensors_of
-from runtime.jobs.verified_program import in_double, in_double_on
-from runtime.jobs.verify import execute, interpret
-from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
+from runtime.jobs.verified_program import in_double
+from runtime.jobs.verify import execute
+from tests.runtime.oracle import assert_equal, assert_same_step, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import random_strategy
 
@@ -94,16 +93,7 @@ def test_a_fused_graph_gives_the_loss_gradients_and_buffers_of_the_imported_one(
         value for value in graph.values if value.kind is not ValueKind.OPERATOR
     ]
 
-    context = ExecutionContext(seed=3)
-    tensors = tensors_of(graph, built).map(in_double_on(context.device))
-    expected, actual = (interpret(in_double(of), tensors, context) for of in (graph, other))
-
-    assert actual.loss == pytest.approx(expected.loss, rel=1e-12)
-    assert actual.gradients.keys() == expected.gradients.keys()
-    for key, gradient in expected.gradients.items():
-        torch.testing.assert_close(actual.gradients[key], gradient, rtol=1e-8, atol=1e-10)
-    for key, buffer in expected.buffers.items():
-        torch.testing.assert_close(actual.buffers[key], buffer, rtol=1e-9, atol=1e-12)
+    assert_same_step(graph, other, built)
 
 
 @pytest.mark.usefixtures("as_it_is")

@@ -20,10 +20,10 @@ from graph.substitutions.rewriting import matches, rewritten
 from graph.substitutions.substitution import Substitution
 from graph.zoo import build
 from profiler.operators import ExecutionContext
-from runtime.jobs.models import tensors_of
-from runtime.jobs.verified_program import in_double, in_double_on
-from runtime.jobs.verify import execute, interpret
+from runtime.jobs.verified_program import in_double
+from runtime.jobs.verify import execute
 from search.space.baselines import single_device
+from tests.runtime.oracle import assert_same_step
 
 
 class Heads(nn.Module):
@@ -75,16 +75,7 @@ def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_
     assert len(other.operators) == len(graph.operators) - sum(len(one.operators) - 1 for one in found)
     assert {value.name for value in other.values} == {value.name for value in graph.values}
 
-    context = ExecutionContext(seed=3)
-    tensors = tensors_of(graph, built).map(in_double_on(context.device))
-    expected, actual = (interpret(in_double(of), tensors, context) for of in (graph, other))
-
-    assert actual.loss == pytest.approx(expected.loss, rel=1e-12)
-    assert actual.gradients.keys() == expected.gradients.keys()
-    for key, gradient in expected.gradients.items():
-        torch.testing.assert_close(actual.gradients[key], gradient, rtol=1e-8, atol=1e-10)
-    for key, buffer in expected.buffers.items():
-        torch.testing.assert_close(actual.buffers[key], buffer, rtol=1e-9, atol=1e-12)
+    assert_same_step(graph, other, built)
 
 
 @pytest.mark.parametrize("biased", [True, False])
