@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.services.search.substitution_searches import moves_of
+from app.services.search.substitution_searches import algorithm_result, moves_of
 from graph.calls import LocalCall
 from graph.errors import StrategyError, UsageError
 from graph.importer import import_module
@@ -184,6 +184,17 @@ def test_it_is_no_worse_than_one_after_the_other_from_where_that_ends(seed: int)
     in_turn = walk_alone(graph.problem, options)
     start = JointStart("in turn", first, in_turn.strategy)
     assert walk_jointly(of, (imported_start(of), start), options).step_time_s <= in_turn.step_time_s
+
+
+def test_a_result_is_stored_with_the_chains_that_ended_at_its_graph_alone() -> None:
+    of = rewritings(problem(Twice, 0))
+    graph = of.graph((0,))
+    assert graph is not None
+    starts = (imported_start(of), JointStart("merged", (0,), data_parallel(graph.graph, 2)))
+    joint = walk_jointly(of, starts, SearchOptions(proposals=0))
+    assert len({chain.strategy.graph_digest for chain in joint.chains}) == 2
+    (chain,) = algorithm_result(joint).chains
+    assert chain.strategy == joint.strategy
 
 
 @pytest.mark.parametrize("order", ["program", "fifo"])

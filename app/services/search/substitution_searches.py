@@ -149,7 +149,7 @@ def run_substitution_searches(
             best = rewritten_model(model, _chosen(moves, joint.rewriting))
             each = replace(request, model=best.request)
             with search_setting(store, each, best, progress) as setting:
-                report = keep_search(each, UNITY, store, setting, _result(joint), progress)
+                report = keep_search(each, UNITY, store, setting, algorithm_result(joint), progress)
             reports.append((best.graph.substitutions, report))
     return SubstitutionSearches(tuple(reports), evaluated)
 
@@ -192,7 +192,9 @@ def _chosen(moves: Sequence[tuple[Substitution, ...]], chosen: Rewriting) -> tup
     return tuple(substitution for move in chosen for substitution in moves[move])
 
 
-def _result(joint: JointResult) -> AlgorithmResult:
+def algorithm_result(joint: JointResult) -> AlgorithmResult:
+    """Return a joint result as that of a search of its best strategy's graph, with the chains that ended there."""
+    digest = joint.strategy.graph_digest
     return AlgorithmResult(
         UNITY,
         joint.strategy,
@@ -201,5 +203,5 @@ def _result(joint: JointResult) -> AlgorithmResult:
         joint.accepted,
         joint.interrupted,
         joint.seconds,
-        joint.chains,
+        tuple(chain for chain in joint.chains if chain.strategy.graph_digest == digest),
     )
