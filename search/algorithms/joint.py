@@ -35,7 +35,7 @@ from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
 
 # Rewritings that are evaluated before the walk.
-BUDGET = 40
+BUDGET = 20
 # Pairs of configurations, times devices, beyond which OptCNN's program takes longer than the walk is worth.
 MOST_PAIRS = 1_500_000
 # Proposals that apply or revert a move, and those of them that change configurations too.
@@ -73,21 +73,28 @@ class JointResult:
 class RewritingCosts:
     """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
 
-    Those are known strategies for the graph as imported, and that of OptCNN's dynamic program for it where its tables
-    are small, carried over; data parallelism; one device. The program's cost is additive; the simulator knows what
-    overlaps, and has the last word. `best`: of those asked for so far, the best strategy and its outcome.
+    Those are known strategies for the graph as imported, and that of OptCNN's dynamic program for the graph that is
+    best on one device, where its tables are small, both carried over; data parallelism; one device. The program's cost
+    is additive; the simulator knows what overlaps, and has the last word. `best`: of those asked for so far, the best
+    strategy and its outcome. `best_alone`: the rewriting that is best on one device.
+
+    Raises:
+        CostError: a local call has no cost.
     """
 
     def __init__(self, rewritings: Rewritings, order: Order, known: Sequence[Strategy] = ()) -> None:
         self._rewritings = rewritings
         self._order: Order = order
-        self._known = list(known)
         self.best: dict[Rewriting, tuple[Outcome, Strategy]] = {}
-        problem = rewritings.imported.problem
+        self._known = [(strategy, rewritings.imported.graph) for strategy in known]
+        self.best_alone = self._best_alone()
+        rewritten = rewritings.graph(self.best_alone)
+        assert rewritten is not None, "it was simulated"
+        problem = rewritten.problem
         tables = Tables(problem, default_space(problem))
         if tables.pair_count * problem.device_count <= MOST_PAIRS:
             with suppress(UsageError):  # too wide for it: the others count
-                self._known.append(optcnn(problem, tables.space).strategy)
+                self._known.append((optcnn(problem, tables.space).strategy, problem.graph))
 
     @property
     def cheapest(self) -> Rewriting:
@@ -100,19 +107,38 @@ class RewritingCosts:
         Raises:
             CostError: a local call has no cost.
         """
-        rewritten, imported = self._rewritings.graph(rewriting), self._rewritings.imported
+        rewritten = self._rewritings.graph(rewriting)
         if rewritten is None:
             return float("inf")
         graph = rewritten.graph
         strategies = [
-            *(carried(strategy, imported.graph, graph) for strategy in self._known),
-            data_parallel(graph, imported.problem.device_count),
+            *(carried(strategy, of, graph) for strategy, of in self._known),
+            data_parallel(graph, rewritten.problem.device_count),
             single_device(graph),
         ]
         outcomes = [rewritten.outcome(strategy, self._order) for strategy in strategies]
         outcome = min(outcomes)
         self.best[rewriting] = outcome, strategies[outcomes.index(outcome)]
         return outcome.seconds
+
+    def _best_alone(self) -> Rewriting:
+        """Return a rewriting for one device: the move that saves most first, then each other that still saves."""
+        best: Rewriting = ()
+        best_s = imported_s = self._alone_s(best)
+        alone = [(self._alone_s((move,)), move) for move in range(self._rewritings.count)]
+        for _, move in sorted(pair for pair in alone if pair[0] < imported_s):
+            more = tuple(sorted((*best, move)))
+            more_s = self._alone_s(more)
+            if more_s < best_s:
+                best, best_s = more, more_s
+        return best
+
+    def _alone_s(self, rewriting: Rewriting) -> float:
+        """Return the step of a rewriting on one device, whether it fits there or not; infinite as of `seconds`."""
+        rewritten = self._rewritings.graph(rewriting)
+        if rewritten is None:
+            return float("inf")
+        return rewritten.outcome(single_device(rewritten.graph), self._order).step_time_ns / 1e9
 
 
 class JointChain:
@@ -275,8 +301,9 @@ def search_jointly(
 ) -> JointResult:
     """Search by backtracking, then by a walk from the best rewriting and from the graph as imported.
 
-    The result is no worse than any known strategy. The same arguments give the same result, unless there is a time
-    limit. Ctrl-C ends the search with the best so far.
+    Backtracking begins at the graph as imported and at the one that is best on one device, which is what one would take
+    who substitutes first and parallelizes then. The result is no worse than any known strategy. The same arguments give
+    the same result, unless there is a time limit. Ctrl-C ends the search with the best so far.
 
     Args:
         rewritings: of the graph as imported.
@@ -296,7 +323,15 @@ def search_jointly(
     evaluated: tuple[Evaluated, ...] = ()
     costs = RewritingCosts(rewritings, options.order, known)
     try:
-        evaluated = tuple(backtrack(rewritings.count, costs.seconds, budget=budget, deadline=deadline))
+        evaluated = tuple(
+            backtrack(
+                rewritings.count,
+                costs.seconds,
+                budget=budget,
+                starts=((), costs.best_alone),
+                deadline=deadline,
+            )
+        )
         starts = [
             JointStart("imported" if not rewriting else "backtracking", rewriting, costs.best[rewriting][1])
             for rewriting in dict.fromkeys(((), costs.cheapest))

@@ -165,15 +165,20 @@ def test_a_checked_pipeline_runs_and_equals_the_network(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("data-parallel",), ("goes through the batch at once", "--format dtensor")),
+        pytest.param(
+            ("data-parallel",),
+            ("goes through the batch at once", "--format dtensor"),
+            marks=pytest.mark.slow,
+        ),
         (("data-parallel", "--micro-batches", "4"), ("operator linear has 2 tasks", "must have one")),
         (
             ("3d-1x1x2", "--micro-batches", "4", "--schedule", "actors"),
             ("its schedule is actors", "must be one of gpipe, 1f1b, interleaved"),
         ),
-        (
+        pytest.param(
             ("3d-1x1x2-zero-bubble", "--micro-batches", "4"),
             ("its schedule is zero-bubble", "must be one of gpipe, 1f1b, interleaved"),
+            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.app.conftest import Command
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 
 WAIT_S = 60.0
 SMALL = ("--preset", "small", "--device", "cpu", "--devices", "2")

@@ -10,6 +10,7 @@ import pytest
 
 from graph.zoo import zoo_names
 from tests.app.conftest import Command
+from tests.quick import FEW_NETWORKS, few
 
 INCEPTION = ("--model", "inception", "--preset", "small", "--batch-size", "5")
 ALEXNET = ("--model", "alexnet", "--preset", "small", "--batch-size", "5")
@@ -118,7 +119,7 @@ def test_every_proposal_is_stored_and_its_configuration_can_be_read(command: Com
         assert set(devices) <= set(range(4))
 
 
-@pytest.mark.parametrize("name", zoo_names())
+@pytest.mark.parametrize("name", few(FEW_NETWORKS, zoo_names()))
 def test_every_zoo_network_is_searched_on_four_devices_with_its_estimates_marked(
     command: Command, name: str
 ) -> None:

@@ -16,8 +16,9 @@ from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from runtime.observe.memory_trace import trace_memory
 from tests.app.conftest import Command
+from tests.quick import seeds
 from tests.runtime.oracle import graph_of
-from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
+from tests.runtime.strategies import by_kind, in_turn, random_strategy
 from tests.search.builders import devices
 
 TWO = ("--device", "cpu", "--devices", "2", "--strategy", "data-parallel", "--on-miss", "estimate")

@@ -190,7 +190,8 @@ def test_a_run_of_a_baseline_accumulates_gradients(command: Command, jobs: list[
 
 @pytest.mark.usefixtures("known_links")
 @pytest.mark.parametrize(
-    ("strategy", "schedule", "stages"), [("data-parallel", "1f1b", 1), ("3d-1x1x2", "gpipe", 2)]
+    ("strategy", "schedule", "stages"),
+    [pytest.param("data-parallel", "1f1b", 1, marks=pytest.mark.slow), ("3d-1x1x2", "gpipe", 2)],
 )
 def test_a_run_in_micro_batches_is_verified(
     command: Command, strategy: str, schedule: str, stages: int

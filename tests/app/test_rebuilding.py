@@ -30,7 +30,7 @@ from search.evaluate.incremental import IncrementalEvaluation
 from search.space.baselines import fsdp
 from search.space.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
 from tests.app.walks import Walked, begin, read, rows, walk, walked
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 from tests.search.builders import branches, random_anywhere, unrolled
 
 __all__ = ["walked"]

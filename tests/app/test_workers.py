@@ -31,7 +31,7 @@ from search.parallel import fork
 from tests.app.conftest import Command
 from tests.app.walks import begin, read, rows, walk
 from tests.profiler.examples import matrix_product
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 from tests.search.builders import random_anywhere, unrolled
 
 DEVICES = 6

@@ -11,7 +11,7 @@ from graph import rules
 from graph.axes import AxisKind, Degrees, IterationSpace, tasks
 from graph.importer import import_module
 from graph.zoo import build, zoo_names
-from tests.runtime.strategies import seeds
+from tests.quick import FEW_NETWORKS, few, seeds
 
 MOST_TASKS = 48
 
@@ -29,7 +29,7 @@ def random_degrees(space: IterationSpace, generator: random.Random) -> Degrees:
 
 
 @pytest.mark.parametrize("seed", seeds(1, 8))
-@pytest.mark.parametrize("name", zoo_names())
+@pytest.mark.parametrize("name", few(FEW_NETWORKS, zoo_names()))
 def test_every_task_of_a_zoo_network_has_the_call_that_is_made_for_it_alone(name: str, seed: int) -> None:
     with torch.device("meta"):
         module, args, kwargs = build(name, "small", 6)

@@ -16,6 +16,7 @@ from graph.errors import ImportFailure
 from graph.importing.exporting import export
 from graph.importing.functional import FunctionalProgram, functional_program
 from graph.zoo import build, zoo_entry, zoo_names
+from tests.quick import FEW_NETWORKS, few
 
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")
 NETWORKS = [name for name in zoo_names() if not zoo_entry(name).extra]
@@ -89,7 +90,7 @@ def _check(
 TRACED = frozenset({"xdl"})
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", few((*FEW_NETWORKS, "xdl"), NETWORKS))
 def test_zoo_networks_are_rewritten_to_what_their_trace_is(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.rules import flops, is_known, whole_call
 from graph.zoo import build, hugging_face_names, zoo_entry, zoo_names
 from profiler.operators import ExecutionContext
+from tests.quick import few
 from tests.reference.interpreter import interpret
 from tests.reference.rules import random_degrees
 
@@ -33,7 +34,6 @@ PARAMETERS = {
     "hf-convnext": 28.59,
     "hf-mixtral": 46_702.79,
 }
-SLOW = {"hf-llama", "hf-mixtral"}
 
 
 @cache
@@ -43,9 +43,7 @@ def published(name: str) -> OperatorGraph:
     return import_module(module, args, kwargs, name=name)
 
 
-NETWORKS = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in hugging_face_names()
-]
+NETWORKS = few(("hf-bert", "hf-resnet"), hugging_face_names())
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -98,7 +96,7 @@ def small(name: str) -> tuple[Any, dict[str, torch.Tensor], OperatorGraph]:
     return module, tensors, import_module(module, args, tensors, name=name)
 
 
-@pytest.mark.parametrize("name", hugging_face_names())
+@pytest.mark.parametrize("name", few(("hf-bert", "hf-llama", "hf-vit"), hugging_face_names()))
 def test_network_in_random_parts_is_itself_whole(name: str) -> None:
     module, tensors, graph = small(name)
     weights, buffers = dict(module.named_parameters()), dict(module.named_buffers())

@@ -25,6 +25,7 @@ from graph.rules import backward_flops, bytes_moved, flops, local_calls
 from graph.zoo import build, zoo_names
 from profiler.operators import ExecutionContext, compile_call, random_inputs
 from profiler.operators.counter_rng import random_numbers
+from tests.quick import FEW_NETWORKS, few
 from tests.reference.interpreter import interpret
 from tests.reference.rules import random_degrees
 
@@ -105,7 +106,7 @@ def check_random_parts(
         torch.testing.assert_close(split.buffers[buffer], whole.buffers[buffer], rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", zoo_names())
+@pytest.mark.parametrize("name", few(FEW_NETWORKS, zoo_names()))
 def test_zoo_network_in_random_parts_is_itself_whole(name: str) -> None:
     module, args, graph = _imported(name)
     check_random_parts(module, graph, args, seed=5)

@@ -16,6 +16,7 @@ from graph.zoo import build, zoo_entry, zoo_names
 from graph.zoo.dlrm import Dlrm
 from graph.zoo.nmt import Attention
 from graph.zoo.recurrent import UnrolledLstm, mean_cross_entropy
+from tests.quick import FEW_NETWORKS, few
 
 # Millions of parameters: the papers, and for the image classifiers torchvision's documentation.
 PUBLISHED_MILLIONS = {
@@ -125,7 +126,7 @@ def test_auxiliary_classifier_adds_its_parameters_and_loss() -> None:
     assert math.isfinite(module(*args, **kwargs).item())
 
 
-@pytest.mark.parametrize("name", zoo_names())
+@pytest.mark.parametrize("name", few(FEW_NETWORKS, zoo_names()))
 def test_small_network_exports(name: str) -> None:
     check_export(export(name, "small"), build_on_meta(name, "small")[0])
 

@@ -26,9 +26,10 @@ from graph.operators import FLOATING, OperatorGraph
 from graph.zoo import Built, build, zoo_entry
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import EAGER, EAGER_SECOND, RUN_LOSS
+from tests.quick import seeds
 from tests.runtime.oracle import compare, make_job, train_plain
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import by_kind, random_groups, random_strategy, seeds
+from tests.runtime.strategies import by_kind, random_groups, random_strategy
 
 SEED = 5
 DATA_PARALLEL = "data parallel"
@@ -101,8 +102,8 @@ def network_of(name: str, choice: str | int) -> Network:
 
 
 def cases(quick: int, full: int) -> list[Any]:
-    """Return the cases of a network: data parallelism, and random strategies."""
-    return [DATA_PARALLEL, *seeds(quick, full)]
+    """Return the cases of a network: random strategies; under --all more of them, and data parallelism."""
+    return [*seeds(quick, full), pytest.param(DATA_PARALLEL, marks=pytest.mark.slow)]
 
 
 def check_network(pool: LocalPool, name: str, choice: str | int, *, makes_much_again: bool = False) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import pytest
 
 from graph.axes import AxisKind, Degrees, tasks
 from graph.operator_ranges import OperatorRange, OperatorRanges
@@ -16,11 +13,6 @@ from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 
 MOST_TASKS = 8
-
-
-def seeds(quick: int, full: int) -> list[Any]:
-    """Return the parameters of a test: seeds, of which all but the first few run only under scripts/test --all."""
-    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(full)]
 
 
 def by_kind(graph: OperatorGraph, kinds: Sequence[AxisKind], devices: Sequence[int]) -> Strategy:

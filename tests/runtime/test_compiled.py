@@ -13,9 +13,10 @@ from graph.plan import build_plan
 from graph.strategy import Strategy
 from graph.stretches import stretches
 from profiler.operators.counter_rng import keep_mask
+from tests.quick import few, seeds
 from tests.runtime.oracle import TOLERANCE, assert_equal, compare, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import by_kind, random_strategy, seeds
+from tests.runtime.strategies import by_kind, random_strategy
 
 
 def check(pool: LocalPool, name: str, strategy: Strategy) -> None:
@@ -38,7 +39,7 @@ def test_compiled_stretches_train_as_the_module(pool: LocalPool, name: str) -> N
     check(pool, name, strategy)
 
 
-@pytest.mark.parametrize("name", ["convolutions", "perceptron", "recurrent"])
+@pytest.mark.parametrize("name", few(("perceptron",), ["convolutions", "perceptron", "recurrent"]))
 @pytest.mark.parametrize("seed", seeds(1, 8))
 def test_any_strategy_may_compile_its_stretches(pool: LocalPool, name: str, seed: int) -> None:
     check(pool, name, random_strategy(graph_of(name), 2, seed))

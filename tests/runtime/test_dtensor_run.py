@@ -93,6 +93,7 @@ def test_two_processes_equal_the_module(tmp_path: Path) -> None:
     check_all(ON_TWO, 2, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_four_processes_equal_the_module(tmp_path: Path) -> None:
     """Grids of data and tensor parallel ranks, and one dim of four."""

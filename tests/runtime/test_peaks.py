@@ -25,6 +25,7 @@ from runtime.jobs.models import ModelReference
 from runtime.observe.measured_peak import bytes_alive, measure_peak
 from runtime.observe.memory_trace import PARTS, trace_memory
 from runtime.ranks import watchdog
+from tests.quick import seeds
 from tests.runtime.oracle import SEED, graph_of, reference
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import (
@@ -34,7 +35,6 @@ from tests.runtime.strategies import (
     in_turn,
     random_groups,
     random_strategy,
-    seeds,
     staged,
 )
 

@@ -15,6 +15,7 @@ from graph.strategy import Configuration, Strategy
 from runtime.dtensor.writer import PlanOrigin
 from runtime.pipelining.plan import StagePlan, make_stage_plan
 from runtime.pipelining.writer import source_text
+from tests.quick import few
 from tests.runtime.dtensor_cases import Network, graph_of, own, zoo
 from tests.runtime.dtensor_runner import check_files
 from tests.runtime.spawned import run_ranks
@@ -70,10 +71,7 @@ def write(network: Network, graph: OperatorGraph, strategy: Strategy, file: Path
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("resnet", "bert", "alexnet", "dlrm") else ())
-        for name in NETWORKS
-    ],
+    few(("gpt2", "uneven_targets"), NETWORKS),
 )
 def test_every_schedule_equals_the_module(name: str, tmp_path: Path) -> None:
     """Tied weights in two stages, values handed through, ignored targets; two ranks, two or four stages."""

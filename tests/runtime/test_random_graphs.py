@@ -21,12 +21,13 @@ from profiler.operators import ExecutionContext, compile_call, random_inputs
 from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import RUN_LOSS
+from tests.quick import seeds
 from tests.reference.interpreter import interpret
 from tests.runtime import oracle
 from tests.runtime.oracle import SEED, Expected, compare, train_plain
 from tests.runtime.pool import LocalPool
 from tests.runtime.random_graphs import RandomNetwork
-from tests.runtime.strategies import random_strategy, randomly_shared, seeds
+from tests.runtime.strategies import random_strategy, randomly_shared
 
 # float64: sums in another order, amplified by three steps.
 TOLERANCE = 1e-8
@@ -91,7 +92,7 @@ def check_equal(result: JobResult, expected: Expected, about: str) -> None:
         raise AssertionError(f"{error}\n{about}") from None
 
 
-@pytest.mark.parametrize("network", seeds(5, 60))
+@pytest.mark.parametrize("network", seeds(2, 60))
 def test_local_calls_of_random_networks_can_be_measured(network: int) -> None:
     """Each runs on random inputs, read back from its key, gives what it promises, and has costs."""
     module, inputs, _ = reference(2000 + network).build(SEED)
@@ -111,7 +112,7 @@ def test_local_calls_of_random_networks_can_be_measured(network: int) -> None:
             assert min(flops(call), backward_flops(call), bytes_moved(call)) >= 0
 
 
-@pytest.mark.parametrize("network", seeds(8, 300))
+@pytest.mark.parametrize("network", seeds(4, 300))
 def test_random_networks(pool: LocalPool, network: int) -> None:
     """The plain module's losses, gradients, weights; the imported graph's first step where that draws or diverges."""
     model = reference(network)
@@ -139,7 +140,7 @@ def test_random_networks(pool: LocalPool, network: int) -> None:
         compare(result.gradients, first.gradients, TOLERANCE, "gradient", NOISE)
 
 
-@pytest.mark.parametrize("network", seeds(3, 60))
+@pytest.mark.parametrize("network", seeds(1, 60))
 def test_random_networks_in_single_precision(pool: LocalPool, network: int) -> None:
     """As a user runs them: float32, with batch norm of each part's own statistics in every second network."""
     model = reference(1000 + network, "float32")

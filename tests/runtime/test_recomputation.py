@@ -9,17 +9,11 @@ import pytest
 
 from graph.axes import AxisKind
 from graph.zoo import zoo_names
+from tests.quick import seeds
 from tests.runtime.networks import DATA_PARALLEL, check_network
 from tests.runtime.oracle import graph_of, make_job, reference
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import (
-    by_kind,
-    groups_of,
-    random_groups,
-    random_strategy,
-    randomly_shared,
-    seeds,
-)
+from tests.runtime.strategies import by_kind, groups_of, random_groups, random_strategy, randomly_shared
 from tests.runtime.test_sharding import check
 
 NAMES = ("convolutions", "dropped", "perceptron", "recurrent")

@@ -20,9 +20,10 @@ from runtime.lowering.program import compile_program
 from runtime.observe.recorder import _Names, record_step
 from runtime.observe.spans import KINDS, MESSAGE, WEIGHT_GRADIENTS, WEIGHTS, Span
 from search.space.baselines import shared
+from tests.quick import seeds
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
+from tests.runtime.strategies import by_kind, in_turn, random_strategy
 
 CPU = torch.device("cpu")
 NETWORKS = ("perceptron", "convolutions", "recurrent", "branches")

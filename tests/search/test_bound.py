@@ -20,7 +20,7 @@ from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.enumerated_space import all_degrees
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 from tests.search.builders import (
     GraphBuilder,
     MadeUpCosts,

@@ -14,7 +14,8 @@ from graph.substitutions.rewriting import every_substitution, rewritten
 from graph.zoo import build
 from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
-from tests.runtime.strategies import random_strategy, seeds
+from tests.quick import seeds
+from tests.runtime.strategies import random_strategy
 
 
 @cache

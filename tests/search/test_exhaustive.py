@@ -19,7 +19,7 @@ from search.orders import Order
 from search.problem import Problem, Tables
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.enumerated_space import contiguous_space, count_whole, whole_space
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 from tests.search.builders import (
     MadeUpCosts,
     branches,

@@ -31,7 +31,7 @@ from search.orders import Order
 from search.outcome import Outcome
 from search.problem import Problem
 from search.space.baselines import data_parallel, single_device
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 from tests.search.builders import MadeUpCosts, devices
 from tests.search.small import brute_force
 

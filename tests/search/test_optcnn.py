@@ -26,8 +26,8 @@ from search.problem import Problem, Tables
 from search.space.baselines import random_strategy, single_device
 from search.space.enumerated_space import Space, whole_space
 from search.space.groups import find_groups
+from tests.quick import seeds
 from tests.reference.links import collective_price, message_s
-from tests.runtime.strategies import seeds
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, two_layers
 from tests.search.small import small_problem, strategies
 

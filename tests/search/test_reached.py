@@ -30,7 +30,7 @@ from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
 from search.space.enumerated_space import contiguous_space
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 
 # Proposals of all chains together.
 PROPOSALS = {"lenet": 6_000, "rnnlm": 80_000}

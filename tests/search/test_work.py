@@ -24,7 +24,7 @@ from search.cost.link_costs import LinkCosts
 from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
-from tests.runtime.strategies import seeds
+from tests.quick import seeds
 from tests.search.builders import devices
 from tests.search.test_zoo import imported
 

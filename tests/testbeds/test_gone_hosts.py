@@ -245,6 +245,7 @@ def test_ranks_that_are_still_joining_end_on_both_sides(up: Callable[[int, int],
 # ---- a probe
 
 
+@pytest.mark.slow
 def test_a_probe_ends_on_both_sides_and_stores_nothing_half(
     up: Callable[[int, int], str], folder: Path
 ) -> None:

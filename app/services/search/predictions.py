@@ -16,13 +16,11 @@ from app.services.progress import Progress
 from app.services.search.memory_repair import repair_memory
 from app.services.search.micro_batches import in_micro_batches
 from app.services.search.report import Prediction
-from app.services.search.run_algorithms import SearchPlan
+from app.services.search.run_algorithms import SearchPlan, run_again
 from app.services.search.start_strategies import start_of
 from graph.errors import StrategyError
 from graph.strategy import Strategy
-from search.algorithms import registry
 from search.algorithms.activation_checkpointing import recompute
-from search.algorithms.algorithm import AlgorithmContext
 from search.algorithms.mcmc import SearchOptions
 from search.algorithms.staging import pipeline_baselines
 from search.algorithms.trials import TrialResult
@@ -57,20 +55,26 @@ class SearchPredictions:
         return predictions
 
     def best(
-        self, strategy: Strategy, baseline_predictions: list[Prediction], *, again: bool = True
+        self,
+        strategy: Strategy,
+        baseline_predictions: list[Prediction],
+        progress: Progress,
+        *,
+        again: bool = True,
     ) -> Prediction:
         """Predict the algorithms' best strategy; return the prediction, or a baseline's that beats it.
 
         The memory of a baseline that would beat it is walked first, and its prediction corrected in place. Where the
-        search's own sum of memory was too low, and the strategy does not fit, the algorithms run once more with less
-        memory (`again`); where that does not help, a known start that fits is taken.
+        search's own sum of memory was too low, and the strategy does not fit, the algorithms run again with less
+        memory (`again`), at most `memory_repair.ROUNDS` times; where that does not help, a known start that fits is
+        taken.
         """
         best = self.predict(strategy)
         names, options = self._plan.names, self._plan.options
         more_of_it = [change for name, change in _MORE_OF_IT.items() if name in names]
         changes: list[Callable[[Problem, Strategy], Strategy]] = [
             *(partial(_changed, change, options) for change in more_of_it),
-            *([self._searched] if again else []),
+            *([_SearchAgain(self._setting, self._plan, progress)] if again else []),
         ]
         for change in changes:
             if not best.feasible:
@@ -95,15 +99,6 @@ class SearchPredictions:
                 baseline_predictions[index] = self.predict(self.strategies[name], name, source_of(name))
         best = min([best, *baseline_predictions], key=lambda prediction: prediction.rank)
         return replace(best, name="found")
-
-    def _searched(self, problem: Problem, strategy: Strategy) -> Strategy:
-        """Return what the algorithms find for a problem with less memory; where nothing fits, the same strategy."""
-        starts = tuple(start.strategy for start in self._plan.starts)
-        context = AlgorithmContext(self._plan.options, starts, workers=self._plan.workers)
-        try:
-            return registry.best_of(registry.run(self._plan.names, problem, context)).strategy
-        except StrategyError:
-            return strategy
 
     def recomputation(self, best: Prediction) -> RecomputationReport | None:
         """Return the recomputation of the best strategy, with its time and memory; None where it has none."""
@@ -149,6 +144,25 @@ class SearchPredictions:
             peak_memory_bytes=simulation.peak_memory_bytes,
             feasible=simulation.feasible,
         )
+
+
+class _SearchAgain:
+    """Runs the algorithms of a plan again for a problem with less memory, until the user interrupts it."""
+
+    def __init__(self, setting: Setting, plan: SearchPlan, progress: Progress) -> None:
+        self._setting, self._plan, self._progress = setting, plan, progress
+        self._interrupted = False
+
+    def __call__(self, problem: Problem, strategy: Strategy) -> Strategy:
+        """Return what the algorithms find; the same strategy where nothing fits, or after an interruption."""
+        if self._interrupted:
+            return strategy
+        try:
+            result = run_again(self._setting, self._plan, problem, strategy, self._progress)
+        except StrategyError:
+            return strategy
+        self._interrupted = result.interrupted
+        return result.strategy
 
 
 _MORE_OF_IT = {"sharding": share_weights, "recomputation": recompute}

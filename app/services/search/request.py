@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from app.db.failures import as_written
 from app.db.records import TASK_ORDERS, SearchRecord, TaskOrder
@@ -22,6 +22,9 @@ LARGEST_INTEGER = 2**63 - 1
 LARGEST_BUDGET = 10**12
 LARGEST_CHAIN_COUNT = 1024
 LARGEST_BETA = 1e12
+
+# The part of a search's proposals and time that one has which goes on from it.
+SHARE_SEARCHED_ON = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,12 @@ def search_options(request: SearchRequest) -> SearchOptions:
         order=request.order,
         time_limit_s=request.time_limit_s,
     )
+
+
+def searched_on(options: SearchOptions) -> SearchOptions:
+    """Return the options of a search that goes on from another one: a share of its proposals and time."""
+    time_limit_s = None if options.time_limit_s is None else options.time_limit_s / SHARE_SEARCHED_ON
+    return replace(options, proposals=options.proposals // SHARE_SEARCHED_ON, time_limit_s=time_limit_s)
 
 
 def algorithm_names(request: SearchRequest) -> tuple[str, ...]:

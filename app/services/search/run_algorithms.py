@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.db.store import Store
 from app.db.trace import ProposalTrace
 from app.services.predict.predict import Setting
 from app.services.predict.problem import problem_of
 from app.services.progress import Progress
+from app.services.search.request import searched_on
 from app.services.search.start_strategies import StartStrategy
 from app.services.trace.recorder import TraceRecorder, WalkBar, groups_text
 from app.services.trace.replay import TraceReader
@@ -21,6 +22,7 @@ from search.algorithms import registry
 from search.algorithms.algorithm import AlgorithmContext, AlgorithmResult
 from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
 from search.parallel.fork import can_fork
+from search.problem import Problem
 from search.space.groups import find_groups
 from search.space.placements import ProposalOrigin
 
@@ -104,29 +106,57 @@ def run_algorithms(
             tuple(start.strategy for start in plan.starts),
             plan.resumed,
             {
-                name: recorder
-                if name == "mcmc"
-                else ProgressObserver(progress, f"searching {model} by {name}")
+                name: recorder if name == "mcmc" else ProgressObserver(progress, _text(model, name))
                 for name in plan.names
             },
             plan.workers,
         )
 
-        begun = False
+        return _announced(model, problem_of(setting), plan, context, progress)
 
-        def announce(name: str, start_count: int) -> None:
-            nonlocal begun
-            if begun:
-                progress.end()
-            text = f"searching {model}" + ("" if name == "mcmc" else f" by {name}")
-            progress.begin(text, _total(name, plan.options, start_count))
-            begun = True
 
-        try:
-            return registry.run(plan.names, problem_of(setting), context, announce)
-        finally:
-            if begun:
-                progress.end()
+def run_again(
+    setting: Setting, plan: SearchPlan, problem: Problem, strategy: Strategy, progress: Progress
+) -> AlgorithmResult:
+    """Run a plan's algorithms on a problem of which a strategy asks too much; no proposal is recorded.
+
+    The algorithms begin from the plan's starts and that strategy, with the share of the plan's proposals and time that
+    a search has which goes on from another.
+
+    Raises:
+        StrategyError: nothing that was found fits the devices' memories.
+        CostError: a local call has no cost.
+    """
+    model = f"{setting.model.graph.name} with less memory"
+    observers = {name: ProgressObserver(progress, _text(model, name)) for name in plan.names}
+    starts = (*(start.strategy for start in plan.starts), strategy)
+    context = AlgorithmContext(searched_on(plan.options), starts, (), observers, plan.workers)
+    results = _announced(model, problem, plan, context, progress)
+    return replace(registry.best_of(results), interrupted=results[-1].interrupted)
+
+
+def _announced(
+    model: str, problem: Problem, plan: SearchPlan, context: AlgorithmContext, progress: Progress
+) -> tuple[AlgorithmResult, ...]:
+    """Run a plan's algorithms, each with a bar of its own."""
+    begun = False
+
+    def announce(name: str, start_count: int) -> None:
+        nonlocal begun
+        if begun:
+            progress.end()
+        progress.begin(_text(model, name), _total(name, context.options, start_count))
+        begun = True
+
+    try:
+        return registry.run(plan.names, problem, context, announce)
+    finally:
+        if begun:
+            progress.end()
+
+
+def _text(model: str, name: str) -> str:
+    return f"searching {model}" + ("" if name == "mcmc" else f" by {name}")
 
 
 def _total(name: str, options: SearchOptions, start_count: int) -> int | None:

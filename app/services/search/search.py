@@ -37,6 +37,7 @@ from app.services.search.request import (
     request_of,
     search_options,
     search_record,
+    searched_on,
 )
 from app.services.search.run_algorithms import SearchPlan, run_algorithms, worker_count
 from app.services.search.start_strategies import StartStrategy, given_starts, known_starts, start_of
@@ -53,9 +54,8 @@ from search.cost.calls_to_profile import calls_to_profile
 
 UNITY = "unity"
 """The algorithm that searches substitutions and strategies together (`substitution_searches`)."""
-# Searches that follow one whose winner does not hold, at most, and the part of its proposals that each has.
+# Searches that follow one whose winner does not hold, at most.
 MOST_SEARCHES_ON = 2
-SHARE_SEARCHED_ON = 4
 
 
 def run_search(
@@ -298,10 +298,8 @@ def _search_and_confirm(
         report, starts = _predicted_again(store, confirmed, plan, report, progress)
         if confirmed.confirmation.holds or len(confirmations) > MOST_SEARCHES_ON:
             break
-        request = replace(request, proposals=request.proposals // SHARE_SEARCHED_ON)
-        options = replace(plan.options, proposals=request.proposals)
-        if options.time_limit_s is not None:
-            options = replace(options, time_limit_s=options.time_limit_s / SHARE_SEARCHED_ON)
+        options = searched_on(plan.options)
+        request = replace(request, proposals=options.proposals)
         search_id = store.start_search(search_record(request, options, setting, starts))
         progress.say(f"search {plan.search_id}: {confirmed.confirmation.says()}; searching on")
         plan = replace(plan, search_id=search_id, options=options, starts=starts, resumed=(), result=None)
@@ -353,7 +351,7 @@ def _predicted_again(
         baselines = predictions.baselines(progress)
         # Also those that are not reported: what is stored of them rests on the old costs.
         digests = [predictions.predict(finalist.strategy).digest for finalist in confirmed.compared]
-        best = predictions.best(confirmed.compared[0].strategy, baselines)
+    best = predictions.best(confirmed.compared[0].strategy, baselines, progress)
     starts = tuple(start_of(confirmed.setting, store.strategy(digest)) for digest in digests)
     searched_s = report.best.step_time_s if report.searched_s is None else report.searched_s
     return (
@@ -391,7 +389,8 @@ def _search(
             )
             # A user who interrupts a search waits neither for another one nor for a bound.
             interrupted = results[-1].interrupted
-            best = predictions.best(registry.best_of(results).strategy, baselines, again=not interrupted)
+            found = registry.best_of(results).strategy
+            best = predictions.best(found, baselines, progress, again=not interrupted)
             shared = shared or any(
                 baseline.digest == best.digest and baseline.name in ("zero", "fsdp") for baseline in baselines
             )

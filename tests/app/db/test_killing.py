@@ -27,7 +27,7 @@ LOST_S = 1.0
 MORE = 50
 
 CASES = [
-    pytest.param(backend, seed, marks=() if backend == "sqlite" and seed < 2 else pytest.mark.slow)
+    pytest.param(backend, seed, marks=() if backend == "sqlite" and seed < 1 else pytest.mark.slow)
     for backend, count in (("sqlite", 20), ("postgresql", 5))
     for seed in range(count)
 ]

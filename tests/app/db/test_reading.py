@@ -160,7 +160,7 @@ def by_search(rows: Any) -> Steps:
 @pytest.mark.parametrize(
     ("database_url", "rounds"),
     [
-        ("sqlite", 3),
+        ("sqlite", 1),
         ("postgresql", 1),
         pytest.param("sqlite", 12, marks=pytest.mark.slow),
         pytest.param("postgresql", 12, marks=pytest.mark.slow),

@@ -1,0 +1,21 @@
+"""Which cases of a test run always; the others run only under scripts/test --all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+# A convolutional network with branches, a recurrent one, one with attention, one with embedding tables.
+FEW_NETWORKS = ("inception", "nmt", "gpt2", "dlrm")
+
+
+def seeds(quick: int, full: int) -> list[Any]:
+    """Return the parameters of a test: seeds, of which all but the first few run only under scripts/test --all."""
+    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(full)]
+
+
+def few(quick: Collection[str], names: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test: names, of which all but a few run only under scripts/test --all."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
