@@ -1,11 +1,10 @@
 """Substitutions and configurations searched together: backtracking over rewritings, then a Metropolis walk over both.
 
 Backtracking goes through sets of moves (`search.algorithms.rewritings`), cheapest first; a set costs the simulated step
-of the best of some strategies for its graph. The walk begins at the best set and at the graph as imported. Its state is
-a rewriting and a strategy for the graph that this makes. Most proposals change configurations, as those of `mcmc` do;
-a share of them applies or reverts a move, the configurations being carried over (`search.space.carried`); of half of
-these the operators that are new change theirs at once. All are accepted by one rule, with one beta and one initial
-makespan.
+of the best of some strategies for its graph. The walk begins at the best set. Its state is a rewriting and a strategy
+for the graph that this makes. Most proposals change configurations, as those of `mcmc` do; a share of them applies or
+reverts a move, the configurations being carried over (`search.space.carried`); of half of these the operators that are
+new change theirs at once. All are accepted by one rule, with one beta and one initial makespan.
 
 Source: Unity (OSDI 2022) section 6 for the levels; FlexFlow (arXiv:1807.05358) section 6 for the walk; the walk over
 both is ours.
@@ -299,7 +298,7 @@ def search_jointly(
     share: float = SHARE,
     observer: Observer | None = None,
 ) -> JointResult:
-    """Search by backtracking, then by a walk from the best rewriting and from the graph as imported.
+    """Search by backtracking, then by a walk from the best rewriting.
 
     Backtracking begins at the graph as imported and at the one that is best on one device, which is what one would take
     who substitutes first and parallelizes then. The result is no worse than any known strategy. The same arguments give
@@ -332,11 +331,10 @@ def search_jointly(
                 deadline=deadline,
             )
         )
-        starts = [
-            JointStart("imported" if not rewriting else "backtracking", rewriting, costs.best[rewriting][1])
-            for rewriting in dict.fromkeys(((), costs.cheapest))
-        ]
-        result = walk_jointly(rewritings, starts, options, share=share, deadline=deadline, observer=observer)
+        start = JointStart("backtracking", costs.cheapest, costs.best[costs.cheapest][1])
+        result = walk_jointly(
+            rewritings, (start,), options, share=share, deadline=deadline, observer=observer
+        )
     except KeyboardInterrupt:
         if not costs.best:
             raise

@@ -19,7 +19,7 @@ from graph.operators import OperatorGraph
 from graph.substitutions.rewriting import rewritten
 from graph.training import Training
 from search.algorithms.backtracking import backtrack
-from search.algorithms.joint import JointResult, JointStart, search_jointly, walk_jointly
+from search.algorithms.joint import JointResult, JointStart, RewritingCosts, search_jointly, walk_jointly
 from search.algorithms.mcmc import SearchOptions
 from search.algorithms.mcmc import search as walk_alone
 from search.algorithms.moves import shares_for
@@ -121,6 +121,21 @@ def outcome_of(of: Rewritings, result: JointResult, order: Order = "program") ->
     assert graph is not None
     result.strategy.validate(graph.graph, of.imported.problem.device_count)
     return graph.outcome(result.strategy, order).seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rewriting_that_is_best_on_one_device_is_that_of_brute_force(seed: int) -> None:
+    of = rewritings(problem(Twice, seed))
+
+    def alone_s(rewriting: Rewriting) -> float:
+        graph = of.graph(rewriting)
+        assert graph is not None
+        return graph.outcome(single_device(graph.graph), "program").seconds
+
+    sets = [each for size in range(of.count + 1) for each in itertools.combinations(range(of.count), size)]
+    assert len(sets) > 2
+    best = RewritingCosts(of, "program").best_alone
+    assert alone_s(best) == min(map(alone_s, sets))
 
 
 @pytest.mark.parametrize("seed", seeds(4, 40))
