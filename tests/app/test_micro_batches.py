@@ -18,7 +18,6 @@ from app.services.models.models import (
     requested_model,
     stored_request,
 )
-from app.services.progress import Progress
 from app.services.run import run as running
 from app.services.search import micro_batch_searches, micro_batches
 from app.services.search.request import SearchRequest
@@ -630,38 +629,3 @@ def test_a_network_that_fits_no_device_trains_in_the_stages_that_a_search_finds(
     peaks = [device["measured_peak_bytes"] for device in done.document["memory"]]
     assert len(peaks) == 2
     assert 0 < max(peaks) <= limit
-
-
-class Interrupting(Progress):
-    """Interrupts a search in its first proposals with less memory."""
-
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-
-    def begin(self, text: str, total: int | None) -> None:
-        self.begun.append(text)
-
-    def advance(self, steps: int = 1, text: str | None = None) -> None:
-        if self.begun and self.begun[-1].endswith("with less memory"):
-            raise KeyboardInterrupt
-
-
-def test_a_search_with_less_memory_is_shown_and_is_over_when_it_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = 4 * 4 * CHAIN_PARAMETERS - 1
-    (tmp_path / "own_chain.py").write_text(CHAIN)
-    (tmp_path / "limited.yaml").write_text(LIMITED % limit)
-    monkeypatch.chdir(tmp_path)
-    request = SearchRequest(
-        model=requested_model("own_chain:chain", "paper", None, micro_batches=2), topology="limited.yaml",
-        devices=None, nodes=None, processor=None, optimizer="adam", batch_norm="synchronized", proposals=100, chains=2,
-        seed=0, beta=1.0, order="program", time_limit_s=None, on_miss=None, algorithm="mcmc", confirm=False,
-    )  # fmt: skip
-    progress = Interrupting()
-    report = run_search(request, str(tmp_path / "x.sqlite"), progress)
-    assert [text for text in progress.begun if text.endswith("with less memory")] == [
-        "searching Chain with less memory"
-    ]
-    # What was searched in full stays: the search is over, and its proposals are all there.
-    assert (report.proposals >= 100, report.interrupted) == (True, False)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from app.db.store import Store
 from app.services.predict.predict import Setting, Target
+from app.services.predict.problem import problem_of
+from app.services.progress import Progress
 from app.services.search.memory_repair import repair_memory
+from app.services.search.predictions import SearchAgain
+from app.services.search.run_algorithms import SearchPlan
 from graph.strategy import Strategy
+from search.algorithms.mcmc import SearchOptions
 from search.algorithms.weight_sharding import share_weights
 from search.cost.cost_table import CostTable
+from search.evaluate.evaluator import outcome
+from search.outcome import Outcome
 from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import data_parallel
@@ -23,6 +32,12 @@ def summed(setting: Setting, strategy: Strategy) -> tuple[int, ...]:
     costs = CostTable(MadeUpCosts())
     tasks = TaskGraphBuilder(setting.model.graph, setting.topology, costs, setting.training).build(strategy)
     return tuple(tasks.peak_memory_D.tolist())
+
+
+def outcome_of(problem: Problem, strategy: Strategy) -> Outcome:
+    """Return the simulated outcome of a strategy."""
+    assert problem.builder is not None
+    return outcome(problem.builder.layout(strategy), "program")
 
 
 def test_as_much_is_shared_as_programs_take_beyond_the_sum(tmp_path: Path) -> None:
@@ -48,3 +63,37 @@ def test_as_much_is_shared_as_programs_take_beyond_the_sum(tmp_path: Path) -> No
     # What fits is left as it is.
     again = repair_memory(setting, fitted, shared, walked, lambda one: summed(setting, one))
     assert again == fitted
+
+
+class Interrupting(Progress):
+    """Interrupts a search as soon as it says how far it is; keeps what was begun."""
+
+    def __init__(self, *, interrupts: bool) -> None:
+        self.begun: list[str] = []
+        self.interrupts = interrupts
+
+    def begin(self, text: str, total: int | None) -> None:
+        super().begin(text, total)
+        self.begun.append(text)
+
+    def advance(self, steps: int = 1, text: str | None = None) -> None:
+        super().advance(steps, text)
+        if self.interrupts:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("interrupts", "searches"), [(True, 1), (False, 2)])
+def test_a_search_again_is_shown_and_none_follows_one_that_is_interrupted(
+    tmp_path: Path, *, interrupts: bool, searches: int
+) -> None:
+    graph = two_layers()
+    with Store.open(tmp_path / "x.sqlite") as store:
+        setting = setting_of(store, graph, 2, 8)
+    progress = Interrupting(interrupts=interrupts)
+    plan = SearchPlan(1, ("mcmc",), SearchOptions(proposals=40, chains=1), ())
+    again = SearchAgain(setting, plan, progress)
+    problem, given = problem_of(setting), data_parallel(graph, 2)
+    found = again(problem, given)
+    assert outcome_of(problem, found) <= outcome_of(problem, given)
+    assert (again(problem, given) == given) or not interrupts
+    assert progress.begun == [f"searching {graph.name} with less memory"] * searches

@@ -74,7 +74,7 @@ class SearchPredictions:
         more_of_it = [change for name, change in _MORE_OF_IT.items() if name in names]
         changes: list[Callable[[Problem, Strategy], Strategy]] = [
             *(partial(_changed, change, options) for change in more_of_it),
-            *([_SearchAgain(self._setting, self._plan, progress)] if again else []),
+            *([SearchAgain(self._setting, self._plan, progress)] if again else []),
         ]
         for change in changes:
             if not best.feasible:
@@ -146,7 +146,7 @@ class SearchPredictions:
         )
 
 
-class _SearchAgain:
+class SearchAgain:
     """Runs the algorithms of a plan again for a problem with less memory, until the user interrupts it."""
 
     def __init__(self, setting: Setting, plan: SearchPlan, progress: Progress) -> None:
