@@ -129,7 +129,7 @@ def work():
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_run_whose_processes_start_ends_with_all_of_them(
     known_links: None, database: Path, number: signal.Signals
 ) -> None:

@@ -16,7 +16,7 @@ from graph.strategy import Configuration, Sharding, Strategy
 from runtime.jobs.job import Job
 from runtime.jobs.models import split_batch
 from runtime.lowering.loss_count import counted_loss
-from tests.quick import seeds
+from tests.quick import few, seeds
 from tests.runtime.oracle import SEED, assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_micro_batches, random_groups, random_strategy, staged
@@ -60,7 +60,7 @@ def test_stages_of_any_splits_train_as_the_plain_module(
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(("branches", "recurrent"), NAMES))
 @pytest.mark.parametrize("seed", seeds(1, 8))
 def test_actors_of_any_credits_train_as_the_plain_module(pool: LocalPool, name: str, seed: int) -> None:
     graph, rng = graph_of(name, batch_size=SAMPLES), random.Random(seed)
@@ -100,7 +100,7 @@ def test_any_strategy_may_accumulate_gradients(pool: LocalPool, name: str, seed:
 @pytest.mark.parametrize(
     "schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE, Schedule.ACTORS]
 )
-@pytest.mark.parametrize("name", ["branches", "recurrent"])
+@pytest.mark.parametrize("name", few(("recurrent",), ["branches", "recurrent"]))
 def test_shared_optimizers_and_recomputation_go_with_micro_batches(
     pool: LocalPool, name: str, schedule: Schedule
 ) -> None:

@@ -57,7 +57,7 @@ def problem(graph: OperatorGraph, micro_batches: int, count: int = 4, memory_byt
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", few(("branches", "viewed"), GRAPHS))
 def test_the_result_is_no_worse_than_any_3d_baseline_and_takes_what_is_reported(
     name: str, micro_batches: int
 ) -> None:
