@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -43,7 +44,7 @@ SHARE, TOGETHER = 0.05, 0.5
 
 @dataclass(frozen=True, slots=True)
 class JointStart:
-    """Where a chain begins: a rewriting, and a strategy for the graph that it makes."""
+    """Where the walk begins: a rewriting, and a strategy for the graph that it makes."""
 
     name: str
     rewriting: Rewriting
@@ -52,16 +53,16 @@ class JointStart:
 
 @dataclass(frozen=True, slots=True)
 class JointResult:
-    """The best strategy of all chains, and the rewriting that makes its graph.
+    """The best strategy, and the rewriting that makes its graph.
 
     step_time_s: simulated; infinite where the memory does not suffice. evaluated: by backtracking, the best first.
-    seconds: of the search.
+    seconds: of the search. chain: of the walk; None where it had not begun.
     """
 
     rewriting: Rewriting
     strategy: Strategy
     step_time_s: float
-    chains: tuple[ChainResult, ...] = ()
+    chain: ChainResult | None = None
     proposals: int = 0
     accepted: int = 0
     interrupted: bool = False
@@ -75,23 +76,30 @@ class RewritingCosts:
     Those are known strategies for the graph as imported, and that of OptCNN's dynamic program for the graph that is
     best on one device, where its tables are small, both carried over; data parallelism; one device. The program's cost
     is additive; the simulator knows what overlaps, and has the last word. `best`: of those asked for so far, the best
-    strategy and its outcome. `best_alone`: the rewriting that is best on one device.
+    strategy and its outcome. `best_alone`: the rewriting that is best on one device. After the deadline, of
+    `time.monotonic`, no more moves are tried for it, and no dynamic program is begun.
 
     Raises:
         CostError: a local call has no cost.
     """
 
-    def __init__(self, rewritings: Rewritings, order: Order, known: Sequence[Strategy] = ()) -> None:
+    def __init__(
+        self,
+        rewritings: Rewritings,
+        order: Order,
+        known: Sequence[Strategy] = (),
+        deadline: float = float("inf"),
+    ) -> None:
         self._rewritings = rewritings
         self._order: Order = order
         self.best: dict[Rewriting, tuple[Outcome, Strategy]] = {}
         self._known = [(strategy, rewritings.imported.graph) for strategy in known]
-        self.best_alone = self._best_alone()
+        self.best_alone = self._best_alone(deadline)
         rewritten = rewritings.graph(self.best_alone)
         assert rewritten is not None, "it was simulated"
         problem = rewritten.problem
         tables = Tables(problem, default_space(problem))
-        if tables.pair_count * problem.device_count <= MOST_PAIRS:
+        if tables.pair_count * problem.device_count <= MOST_PAIRS and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
                 self._known.append((optcnn(problem, tables.space).strategy, problem.graph))
 
@@ -120,12 +128,16 @@ class RewritingCosts:
         self.best[rewriting] = outcome, strategies[outcomes.index(outcome)]
         return outcome.seconds
 
-    def _best_alone(self) -> Rewriting:
+    def _best_alone(self, deadline: float) -> Rewriting:
         """Return a rewriting for one device: the move that saves most first, then each other that still saves."""
+
+        def in_time(_: object) -> bool:
+            return time.monotonic() < deadline
+
         best: Rewriting = ()
         best_s = imported_s = self._alone_s(best)
-        alone = [(self._alone_s((move,)), move) for move in range(self._rewritings.count)]
-        for _, move in sorted(pair for pair in alone if pair[0] < imported_s):
+        alone = [(self._alone_s((move,)), move) for move in takewhile(in_time, range(self._rewritings.count))]
+        for _, move in takewhile(in_time, sorted(pair for pair in alone if pair[0] < imported_s)):
             more = tuple(sorted((*best, move)))
             more_s = self._alone_s(more)
             if more_s < best_s:
@@ -144,7 +156,7 @@ class JointChain:
     """A Metropolis chain over rewritings and strategies. `at`: the graph that it is at."""
 
     def __init__(
-        self, rewritings: Rewritings, number: int, start: JointStart, options: SearchOptions, share: float
+        self, rewritings: Rewritings, start: JointStart, options: SearchOptions, share: float
     ) -> None:
         """Begin a chain.
 
@@ -162,12 +174,12 @@ class JointChain:
         self._order = options.order
         self._share = share
         # Other numbers than those of chains that walk on one graph.
-        rng = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(number, 1)))
+        rng = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(0, 1)))
         strategy = Strategy(start.strategy.graph_digest, start.strategy.configurations)
-        self.chain: Chain = start_chain(at.builder, number, start.name, strategy, rng, options)
+        self.chain: Chain = start_chain(at.builder, 0, start.name, strategy, rng, options)
         self.chain.rewriting = start.rewriting
         self.chain.best = replace(self.chain.best, rewriting=start.rewriting)
-        at.evaluations[number] = self.chain.evaluation
+        at.latest = self.chain.evaluation
 
     def step(self) -> None:
         """Make one proposal, and accept or reject it."""
@@ -196,93 +208,70 @@ class JointChain:
         changed = dict(enumerate(strategy.configurations))
         if together:
             changed |= target.moves.propose(strategy.configurations, rng, target.touched(self.at)).changed
-        if chain.rewrite(target.evaluation(chain.number, strategy, self._order), changed, rewriting):
+        if chain.rewrite(target.evaluation(strategy, self._order), changed, rewriting):
             self.at = target
 
 
 def walk_jointly(
     rewritings: Rewritings,
-    starts: Sequence[JointStart],
+    start: JointStart,
     options: SearchOptions,
     *,
     share: float = SHARE,
     deadline: float = float("inf"),
     observer: Observer | None = None,
 ) -> JointResult:
-    """Walk over rewritings and strategies, a chain from each start; the result is no worse than any start.
+    """Walk over rewritings and strategies, one chain; the result is no worse than the start.
 
-    Of starts the configurations count: sharding and recomputation are of weights and operators that a rewriting may not
-    have. The same arguments give the same result, unless there is a deadline; more proposals make the same ones first.
-    Ctrl-C ends the walk with the best so far.
+    Of the start the configurations count: sharding and recomputation are of weights and operators that a rewriting may
+    not have. The same arguments give the same result, unless there is a deadline; more proposals make the same ones
+    first. Ctrl-C ends the walk with the best so far.
 
     Args:
         rewritings: of the graph as imported.
-        starts: at least one; `options.proposals` are divided between them.
-        options: as of `search.algorithms.mcmc.search`; its number of chains and its time limit count for nothing.
+        start: of the chain.
+        options: as of `search.algorithms.mcmc.search`; the number of chains and the time limit count for nothing.
         share: of the proposals that apply or revert a move.
         deadline: of `time.monotonic`, after which no proposal is made.
         observer: told how far the walk is.
 
     Raises:
-        StrategyError: the moves of a start exclude each other.
+        StrategyError: the moves of the start exclude each other.
         CostError: a local call has no cost.
         UsageError: the share is not between 0 and 1.
-        KeyboardInterrupt: it was interrupted before any chain had begun.
     """
     if not 0 <= share <= 1:
         raise UsageError(
             f"joint search: share of moves that rewrite is {share:g}, must be from 0 to 1; choose another"
         )
     began = time.monotonic()
-    options = replace(options, chains=len(starts))
-    chains: list[JointChain] = []
+    joint = JointChain(rewritings, start, replace(options, chains=1), share)
     interrupted = False
     try:
-        for number, start in enumerate(starts):
-            chains.append(JointChain(rewritings, number, start, options, share))
-        _walk(chains, deadline, observer)
+        _walk(joint, deadline, observer)
     except KeyboardInterrupt:
         interrupted = True
-    if not chains:
-        raise KeyboardInterrupt
-    results = [joint.result() for joint in chains]
-    best = min(
-        range(len(chains)),
-        key=lambda number: (chains[number].chain.best.outcome, chains[number].chain.best.found_at > 0),
-    )
+    result = joint.result()
     return JointResult(
-        chains[best].chain.best.rewriting,
-        results[best].strategy,
-        results[best].best_s,
-        tuple(results),
-        sum(joint.chain.proposals for joint in chains),
-        sum(joint.chain.accepted for joint in chains),
+        joint.chain.best.rewriting,
+        result.strategy,
+        result.best_s,
+        result,
+        joint.chain.proposals,
+        joint.chain.accepted,
         interrupted,
         time.monotonic() - began,
     )
 
 
 @frozen_heap()
-def _walk(chains: Sequence[JointChain], deadline: float, observer: Observer | None) -> None:
-    """Let the chains take turns until all are done or the time is up."""
-    while walking := [joint for joint in chains if not joint.chain.done]:
-        for joint in walking:
-            for _ in range(TURN):
-                if joint.chain.done:
-                    break
-                if time.monotonic() >= deadline:
-                    return
-                joint.step()
-            _tell(observer, chains)
-
-
-def _tell(observer: Observer | None, chains: Sequence[JointChain]) -> None:
-    if observer is not None:
-        observer.progress(
-            sum(joint.chain.proposals for joint in chains),
-            sum(joint.chain.accepted for joint in chains),
-            min(joint.chain.best.outcome for joint in chains).seconds,
-        )
+def _walk(joint: JointChain, deadline: float, observer: Observer | None) -> None:
+    """Let the chain make its proposals, unless the time is up before."""
+    chain = joint.chain
+    while not chain.done and time.monotonic() < deadline:
+        joint.step()
+        if observer is not None and (chain.done or chain.proposals % TURN == 0):
+            observer.progress(chain.proposals, chain.accepted, chain.best.outcome.seconds)
 
 
 def _forget(proposal: Proposal) -> None:
@@ -320,7 +309,7 @@ def search_jointly(
     began = time.monotonic()
     deadline = began + options.time_limit_s if options.time_limit_s is not None else float("inf")
     evaluated: tuple[Evaluated, ...] = ()
-    costs = RewritingCosts(rewritings, options.order, known)
+    costs = RewritingCosts(rewritings, options.order, known, deadline)
     try:
         evaluated = tuple(
             backtrack(
@@ -332,9 +321,7 @@ def search_jointly(
             )
         )
         start = JointStart("backtracking", costs.cheapest, costs.best[costs.cheapest][1])
-        result = walk_jointly(
-            rewritings, (start,), options, share=share, deadline=deadline, observer=observer
-        )
+        result = walk_jointly(rewritings, start, options, share=share, deadline=deadline, observer=observer)
     except KeyboardInterrupt:
         if not costs.best:
             raise

@@ -29,7 +29,7 @@ MOST_KEPT = 32
 class RewrittenGraph:
     """The graph of a rewriting: its problem, its builder of task graphs, its moves of configurations.
 
-    evaluations: by chain, of the strategy at which it was last seen here.
+    latest: the evaluation of the strategy at which the walk was last seen here.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RewrittenGraph:
         self.problem = problem
         self.graph = problem.graph
         self.builder = builder
-        self.evaluations: dict[int, Evaluation] = {}
+        self.latest: Evaluation | None = None
         self._shares = shares
 
     @cached_property
@@ -51,11 +51,11 @@ class RewrittenGraph:
         """Return the outcome of a strategy, simulated in full."""
         return outcome(self.builder.layout(strategy), order)
 
-    def evaluation(self, chain: int, strategy: Strategy, order: Order) -> Evaluation:
-        """Return an evaluation for a chain: of the strategy, or of the one at which the chain was last seen here."""
-        if chain not in self.evaluations:
-            self.evaluations[chain] = evaluation(self.builder.layout(strategy), order)
-        return self.evaluations[chain]
+    def evaluation(self, strategy: Strategy, order: Order) -> Evaluation:
+        """Return an evaluation: of the strategy, or of the one at which the walk was last seen here."""
+        if self.latest is None:
+            self.latest = evaluation(self.builder.layout(strategy), order)
+        return self.latest
 
     def touched(self, before: RewrittenGraph) -> Sequence[int]:
         """Return the places of the groups with operators that another graph does not have; all where there are none."""

@@ -11,8 +11,7 @@ from app.db.store import Store
 from app.services.predict.predict import Setting, Target
 from app.services.predict.problem import problem_of
 from app.services.progress import Progress
-from app.services.search.memory_repair import repair_memory
-from app.services.search.predictions import SearchAgain
+from app.services.search.memory_repair import SearchAgain, repair_memory
 from app.services.search.run_algorithms import SearchPlan
 from graph.strategy import Strategy
 from search.algorithms.mcmc import SearchOptions
@@ -66,7 +65,7 @@ def test_as_much_is_shared_as_programs_take_beyond_the_sum(tmp_path: Path) -> No
 
 
 class Interrupting(Progress):
-    """Interrupts a search as soon as it says how far it is; keeps what was begun."""
+    """Interrupts a search as soon as it says how far it is; keeps the texts of the bars that were begun."""
 
     def __init__(self, *, interrupts: bool) -> None:
         self.begun: list[str] = []

@@ -137,7 +137,7 @@ def assert_equal(result: JobResult, expected: Expected, tolerance: float = TOLER
 
 
 def assert_same_step(graph: OperatorGraph, other: OperatorGraph, built: Built) -> None:
-    """Check that a rewritten graph gives in float64 the loss, gradients and buffers of the one that was imported."""
+    """Check that a rewritten graph gives in float64 the loss, gradients and buffers of the imported graph."""
     context = ExecutionContext(seed=3)
     tensors = tensors_of(graph, built).map(in_double_on(context.device))
     expected, actual = (interpret(in_double(of), tensors, context) for of in (graph, other))

@@ -1,4 +1,4 @@
-"""Every Hugging Face network, small preset, on two processes: equal to one device, three steps long."""
+"""Hugging Face networks, small presets, on two processes, all under --all: equal to one device, three steps long."""
 
 from __future__ import annotations
 

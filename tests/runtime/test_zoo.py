@@ -1,4 +1,4 @@
-"""Every network of the zoo, small preset, on two processes: equal to one device, three steps long."""
+"""Networks of the zoo, small presets, on two processes, all under --all: equal to one device, three steps long."""
 
 from __future__ import annotations
 

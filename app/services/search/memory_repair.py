@@ -11,6 +11,9 @@ from dataclasses import replace
 
 from app.services.predict.predict import Setting
 from app.services.predict.problem import problem_of
+from app.services.progress import Progress
+from app.services.search.run_algorithms import SearchPlan, run_again
+from graph.errors import StrategyError
 from graph.strategy import Strategy
 from graph.topology import Topology
 from search.problem import Problem
@@ -53,6 +56,25 @@ def repair_memory(
         if _fits(setting.topology, program_peaks(strategy)):
             break
     return strategy
+
+
+class SearchAgain:
+    """Runs the algorithms of a plan again for a problem with less memory, until the user interrupts it."""
+
+    def __init__(self, setting: Setting, plan: SearchPlan, progress: Progress) -> None:
+        self._setting, self._plan, self._progress = setting, plan, progress
+        self._interrupted = False
+
+    def __call__(self, problem: Problem, strategy: Strategy) -> Strategy:
+        """Return the strategy that the algorithms find; the given one where nothing fits, or after an interruption."""
+        if self._interrupted:
+            return strategy
+        try:
+            result = run_again(self._setting, self._plan, problem, strategy, self._progress)
+        except StrategyError:
+            return strategy
+        self._interrupted = result.interrupted
+        return result.strategy
 
 
 def _with_less(topology: Topology, excesses: Sequence[int]) -> Topology:

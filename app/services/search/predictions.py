@@ -13,12 +13,11 @@ from app.services.predict.predict import MemoryWalk, Setting, predict
 from app.services.predict.problem import problem_of
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
-from app.services.search.memory_repair import repair_memory
+from app.services.search.memory_repair import SearchAgain, repair_memory
 from app.services.search.micro_batches import in_micro_batches
 from app.services.search.report import Prediction
-from app.services.search.run_algorithms import SearchPlan, run_again
+from app.services.search.run_algorithms import SearchPlan
 from app.services.search.start_strategies import start_of
-from graph.errors import StrategyError
 from graph.strategy import Strategy
 from search.algorithms.activation_checkpointing import recompute
 from search.algorithms.mcmc import SearchOptions
@@ -144,25 +143,6 @@ class SearchPredictions:
             peak_memory_bytes=simulation.peak_memory_bytes,
             feasible=simulation.feasible,
         )
-
-
-class SearchAgain:
-    """Runs the algorithms of a plan again for a problem with less memory, until the user interrupts it."""
-
-    def __init__(self, setting: Setting, plan: SearchPlan, progress: Progress) -> None:
-        self._setting, self._plan, self._progress = setting, plan, progress
-        self._interrupted = False
-
-    def __call__(self, problem: Problem, strategy: Strategy) -> Strategy:
-        """Return what the algorithms find; the same strategy where nothing fits, or after an interruption."""
-        if self._interrupted:
-            return strategy
-        try:
-            result = run_again(self._setting, self._plan, problem, strategy, self._progress)
-        except StrategyError:
-            return strategy
-        self._interrupted = result.interrupted
-        return result.strategy
 
 
 _MORE_OF_IT = {"sharding": share_weights, "recomputation": recompute}

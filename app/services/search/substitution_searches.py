@@ -193,8 +193,7 @@ def _chosen(moves: Sequence[tuple[Substitution, ...]], chosen: Rewriting) -> tup
 
 
 def algorithm_result(joint: JointResult) -> AlgorithmResult:
-    """Return a joint result as that of a search of its best strategy's graph, with the chains that ended there."""
-    digest = joint.strategy.graph_digest
+    """Return a joint result as that of a search of its best strategy's graph."""
     return AlgorithmResult(
         UNITY,
         joint.strategy,
@@ -203,5 +202,5 @@ def algorithm_result(joint: JointResult) -> AlgorithmResult:
         joint.accepted,
         joint.interrupted,
         joint.seconds,
-        tuple(chain for chain in joint.chains if chain.strategy.graph_digest == digest),
+        () if joint.chain is None else (joint.chain,),
     )
