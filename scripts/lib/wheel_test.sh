@@ -16,7 +16,8 @@ wheel=("$work"/dist/soapstone-*.whl)
 
 echo "== wheel: install $(basename "${wheel[0]}") into a fresh environment"
 "$root/.venv/bin/python" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt "${wheel[0]}"
+"$work/venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
+    --no-compile -c constraints.txt "${wheel[0]}"
 
 elsewhere="$work/elsewhere"
 mkdir -p "$elsewhere/runtime"
@@ -25,7 +26,8 @@ raise ImportError("this runtime package belongs to the user's folder, and must n
 PYTHON
 cd "$elsewhere"
 export SOAPSTONE_DATABASE_URL="sqlite:///$elsewhere/wheel.sqlite" OMP_NUM_THREADS=1
-unset PYTHONPATH PYTHONSAFEPATH
+# What a command imports is compiled once, by the first that does.
+unset PYTHONPATH PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
 
 app() {
     echo "== wheel: app $*"
