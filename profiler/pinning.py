@@ -151,7 +151,12 @@ def child_variables() -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """End this spawned process as soon as its parent is gone: a killed parent can end nobody."""
+    """End this child process as soon as its parent is gone: a killed parent can end nobody.
+
+    It can be ended by signals that its server lets pass by.
+    """
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     parent = parent_process()
     if parent is None:
         return
@@ -193,9 +198,14 @@ def started_with(variables: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = before
 
 
+INTERRUPT = frozenset({signal.SIGINT})
+ENDING = frozenset({signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])})
+"""What ends a process; a server of processes, which ends with its parent, lets it pass by."""
+
+
 @contextmanager
-def uninterrupted_children() -> Iterator[None]:
-    """Let Ctrl-C pass by the processes that are started meanwhile, from their first moment on.
+def uninterrupted_children(signals: frozenset[signal.Signals] = INTERRUPT) -> Iterator[None]:
+    """Let Ctrl-C, or other signals, pass by the processes that are started meanwhile, from their first moment on.
 
     A terminal sends it to all processes, and this one decides what it means. They inherit that this thread blocks it;
     another thread takes it for this process, whose main thread handles it as ever.
@@ -206,7 +216,7 @@ def uninterrupted_children() -> Iterator[None]:
     _start_tracker()
     over = threading.Event()
     threading.Thread(target=over.wait, name="interrupts", daemon=True).start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

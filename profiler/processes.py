@@ -1,21 +1,33 @@
 """Device processes: how a process for one device is started, and ended.
 
-Started afresh ("spawn"), never forked: a fork would copy torch's threads and CUDA context in an unusable state.
+Never forked from this one: a fork would copy torch's threads and CUDA context in an unusable state. On Linux they are
+forked from a server, a process that has imported torch and computed nothing: that import takes longer than most
+processes need for the rest. Elsewhere they are started afresh ("spawn").
+
 Messages are small frozen dataclasses over a pipe. A child ends when its parent does, even inside a kernel.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 from graph.texts import describe_exit
 from profiler.devices import PhysicalDevice
 from profiler.pinning import (
+    ENDING,
+    INTERRUPT,
     child_variables,
     end_with_parent,
     pin_to_core,
@@ -25,6 +37,20 @@ from profiler.pinning import (
 
 KILL_WAIT_S = 10.0
 
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+"""How device processes are started, in multiprocessing's words."""
+
+# What the server imports: all that workers, probes and ranks take. By name, since some stand above this package.
+PRELOADED = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.distributed_c10d",
+    "profiler.link_worker",
+    "profiler.operators",
+    "profiler.workers",
+    "runtime.jobs.run",
+    "runtime.launch.torchrun",
+)
+
 Body = Callable[[Connection, PhysicalDevice, Any], None]
 
 
@@ -33,7 +59,7 @@ class DeviceProcess:
 
     def __init__(self, body: Body, device: PhysicalDevice, argument: object) -> None:
         """Start `body(connection, device, argument)` in a new process on `device`."""
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         self.device = device
         self.connection, far_end = context.Pipe(duplex=True)
         self.process: BaseProcess = context.Process(
@@ -57,6 +83,43 @@ class DeviceProcess:
             self.process.kill()
         self.process.join(KILL_WAIT_S)
         self.connection.close()
+
+
+def process_context() -> ForkServerContext | SpawnContext:
+    """Return multiprocessing's context for device processes, with their server started."""
+    if START_METHOD == "spawn":
+        return multiprocessing.get_context("spawn")
+    start_server()
+    return multiprocessing.get_context("forkserver")
+
+
+def start_server() -> None:
+    """Start the server of device processes, unless it runs, and do not wait for it: what it imports takes seconds.
+
+    Processes have the environment variables that it has, but for those that they set themselves.
+    """
+    global _server_ends
+    if START_METHOD == "spawn":
+        return
+    forkserver.set_forkserver_preload(list(PRELOADED))
+    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}
+    with started_with(variables), uninterrupted_children(ENDING | INTERRUPT):
+        forkserver.ensure_running()
+    if _server_ends is None:
+        # After multiprocessing has ended the processes that still run.
+        _server_ends = Finalize(None, _end_server, exitpriority=-1)
+
+
+_server_ends: Finalize | None = None
+
+
+def _end_server() -> None:
+    """End the server with this process, not after it; it may be importing still."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with suppress(ProcessLookupError, ChildProcessError):  # others may have ended it
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop()
 
 
 def _child(body: Body, connection: Connection, device: PhysicalDevice, argument: object) -> None:

@@ -211,7 +211,7 @@ def end_children() -> None:
     import psutil
 
     tracker = _tracker()
-    children = [child for child in psutil.Process().children() if child.pid != tracker]
+    children = [child for child in psutil.Process().children(recursive=True) if child.pid != tracker]
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()

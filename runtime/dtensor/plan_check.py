@@ -46,8 +46,7 @@ def check_plan(source: str, processes: int, timeout_s: float) -> PlanCheck:
         Path(folder, PLAN_FILE).write_text(source)
         reason = ""
         try:
-            # Without GPUs, the file chooses gloo.
-            call_on_ranks(processes, _check_as_rank, (folder, timeout_s), {"CUDA_VISIBLE_DEVICES": ""})
+            call_on_ranks(processes, _check_as_rank, (folder, timeout_s))
         except RuntimeFailure as error:
             reason = str(error)
         return _ending(Path(folder), reason)
@@ -94,6 +93,8 @@ def _fail(folder: Path, reason: str) -> None:
 def _check_as_rank(folder: str, timeout_s: float) -> None:
     """Check a plan as one of the launched processes."""
     end_with_parent()
+    # Without GPUs, the file chooses gloo.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A model of the user's own is in the current folder.
     sys.path.insert(0, os.getcwd())
     too_long = (Path(folder), f"it ran for more than {timeout_s:g} s")

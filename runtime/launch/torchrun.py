@@ -18,12 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from graph.errors import RuntimeFailure
 from graph.texts import describe_exit
-from profiler.pinning import (
-    child_variables,
-    end_with_parent,
-    started_with,
-    uninterrupted_children,
-)
+from profiler.pinning import child_variables, end_with_parent, started_with, uninterrupted_children
+from profiler.processes import START_METHOD, start_server
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import error_line, join_group, leave_group, occupy, run_patiently
 from runtime.ranks.watchdog import under_watchdog
@@ -114,22 +110,17 @@ def _launch(
         # reads it, so that the processes would start one after another, and a signal meanwhile would cut it short.
         file = Path(folder) / "job"
         file.write_bytes(pickle.dumps(job.without_caches()))
-        result: JobResult | None = call_on_ranks(
-            len(devices), _work, (file, devices, device_type, timeout_s), {}
-        )
+        result: JobResult | None = call_on_ranks(len(devices), _work, (file, devices, device_type, timeout_s))
     return result
 
 
-def call_on_ranks(
-    count: int, function: Callable[..., Any], arguments: tuple[Any, ...], variables: Mapping[str, str]
-) -> Any:
+def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Call a function in processes that torchrun's launcher starts on this machine; return what rank 0 returned.
 
     Args:
         count: of processes.
         function: begins with `end_with_parent`; what it prints is not shown.
         arguments: its own, few bytes.
-        variables: of the processes' environment, besides those that all have.
 
     Raises:
         RuntimeFailure: a rank failed; one line with the rank and the reason. All processes have ended.
@@ -156,7 +147,7 @@ def call_on_ranks(
             # A restart would repeat the failure, and has been seen to hang.
             max_restarts=0,
             monitor_interval=0.1,
-            start_method="spawn",
+            start_method=START_METHOD,
             shutdown_timeout=SHUTDOWN_S,
             # Not SIGINT: the launcher would pass it on, and processes that are just starting would print where they
             # were. It is a KeyboardInterrupt here, after which the launcher ends them by SIGTERM.
@@ -164,9 +155,10 @@ def call_on_ranks(
             # The message of a failing rank is part of its error; nothing is printed to the terminal.
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
+        start_server()
         try:
             with (
-                started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables(), **variables}),
+                started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}),
                 uninterrupted_children(),
             ):
                 results = elastic_launch(config, function)(*arguments)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.servers import warm_processes
 from tests.shared_files import made_once
 
 
@@ -77,13 +76,6 @@ def unchanged_imports() -> Iterator[None]:
             # Started in the repository, Soapstone's own and those of an environment within are not the user's.
             if file is not None and here in Path(file).parents and REPOSITORY not in Path(file).parents:
                 del sys.modules[name]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm() -> Iterator[None]:
-    """Start the processes of commands that run in this one from a server."""
-    with warm_processes():
-        yield
 
 
 # Enough sizes for a line.

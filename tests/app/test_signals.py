@@ -160,7 +160,7 @@ def test_a_run_whose_processes_start_ends_with_all_of_them(
 def test_a_search_that_is_killed_is_resumed_to_the_same_end(command: Command, database: Path) -> None:
     arguments = (
         "search", "--model", "mlp", "--preset", "small", "--topology", "p100-cluster", "--devices", "8",
-        "--proposals", "1500", "--fresh", "--json",
+        "--proposals", "12000", "--fresh", "--json",
     )  # fmt: skip
     whole = command(*arguments).document
     process = subprocess.Popen(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,10 @@ from profiler import clocks
 from profiler.devices import available_devices
 from profiler.environment import environment
 from profiler.pinning import child_variables, started_with
+from profiler.processes import PRELOADED
 from tests.gpu.virtual_device import VARIABLE, Speeds, Virtual, virtual_gpus
-from tests.servers import PRELOADED
 
 HERE = Path(__file__).parent
-_get_context = multiprocessing.get_context
 
 
 @contextmanager
@@ -73,10 +70,6 @@ def speeds(
     """Let processes come from the server; a function that sets the speeds of their GPUs from now on."""
     started, file = server
 
-    def from_server(method: str | None = None) -> BaseContext:
-        return _get_context("forkserver" if method == "spawn" else method)
-
-    monkeypatch.setattr(multiprocessing, "get_context", from_server)
     monkeypatch.setattr(forkserver, "ensure_running", started.ensure_running)
     monkeypatch.setattr(forkserver, "connect_to_new_process", started.connect_to_new_process)
     Speeds().write(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.pinning import end_with_parent
+from profiler.processes import process_context
 
 LIMIT_S = 60.0
 
@@ -28,7 +28,7 @@ def run_ranks(body: Body, count: int = 2) -> list[Any]:
     Raises:
         RankError: one of them raised it; the text names the error.
     """
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(count)]
         processes = [

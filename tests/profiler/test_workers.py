@@ -16,13 +16,13 @@ import pytest
 from graph.calls import LocalCall
 from graph.errors import RuntimeFailure, UsageError
 from graph.texts import describe_exit
+from profiler import processes
 from profiler.devices import available_devices, cpu_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions
 from profiler.pinning import can_pin, usable_cores
 from profiler.updates import update_call
 from profiler.workers import CallResult, WorkerPool
 from tests.profiler.examples import impossible_matrix_product, long_matrix_product, matrix_product
-from tests.servers import fresh_processes
 
 QUICK = MeasureOptions(repetitions=3, budget_s=0.0)
 PATIENCE_S = 60.0
@@ -138,10 +138,10 @@ def test_result_that_came_in_time_counts_however_slow_the_caller() -> None:
     assert [_reasons(result) for result in results] == [[], [], []]
 
 
-def test_worker_that_never_starts_is_an_error() -> None:
-    # Starting takes seconds.
+def test_worker_that_never_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Started afresh, it takes seconds.
+    monkeypatch.setattr(processes, "START_METHOD", "spawn")
     with (
-        fresh_processes(),
         WorkerPool(cpu_devices(1), QUICK, start_limit_s=0.01) as pool,
         pytest.raises(RuntimeFailure, match=r"worker on cpu:0: did not start 3 times \(took longer"),
     ):

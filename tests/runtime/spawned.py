@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from profiler.pinning import child_variables, started_with
+from profiler.processes import START_METHOD, start_server
 
 
 def run_ranks(function: Callable[..., Any], size: int, folder: Path, *arguments: Any) -> list[Any]:
@@ -25,9 +25,9 @@ def run_ranks(function: Callable[..., Any], size: int, folder: Path, *arguments:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="spawn",
+        start_method=START_METHOD,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
     )
-    with started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}):
-        results: dict[int, Any] = elastic_launch(config, function)(*arguments)
+    start_server()
+    results: dict[int, Any] = elastic_launch(config, function)(*arguments)
     return [results[rank] for rank in range(size)]

@@ -22,9 +22,6 @@ from search.space.baselines import data_parallel
 from tests.gpu.ranks import run_ranks
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
-from tests.servers import warm_processes
-
-pytestmark = pytest.mark.usefixtures("warm")
 
 # By the ranks that take part; 37 and 1,000 elements are no multiples of these numbers of devices, 1 is fewer.
 ALGORITHMS = {
@@ -89,8 +86,7 @@ def _sums(rank: int, count: int, meeting: str) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def by_rank() -> list[dict[Any, Any]]:
     """What each rank has of `_sums`."""
-    with warm_processes():
-        return run_ranks(_sums, RANKS)
+    return run_ranks(_sums, RANKS)
 
 
 def test_sums_are_those_of_all_ranks_and_steps_and_bytes_those_of_the_algorithm(

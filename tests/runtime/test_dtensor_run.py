@@ -87,14 +87,12 @@ def check_all(cases: Mapping[str, Case], processes: int, folder: Path) -> None:
     assert run_ranks(check_files, processes, folder, files) == [dict.fromkeys(cases, True)] * processes
 
 
-@pytest.mark.usefixtures("warm")
 def test_two_processes_equal_the_module(tmp_path: Path) -> None:
     """Data parallel, columns and rows, the sequence; tied weights, uneven ignored targets, a hostile name."""
     check_all(ON_TWO, 2, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 def test_four_processes_equal_the_module(tmp_path: Path) -> None:
     """Grids of data and tensor parallel ranks, and one dim of four."""
     check_all(ON_FOUR, 4, tmp_path)

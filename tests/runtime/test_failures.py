@@ -20,8 +20,6 @@ from tests.runtime.oracle import graph_of, make_job, reference
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_micro_batches, in_turn, staged
 
-pytestmark = pytest.mark.usefixtures("warm")
-
 
 def job_of(model: ModelReference) -> Job:
     graph = graph_of("perceptron")

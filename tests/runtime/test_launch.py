@@ -34,7 +34,6 @@ if result is not None:
 """
 
 
-@pytest.mark.usefixtures("warm")
 def test_launched_processes_equal_the_module() -> None:
     graph = graph_of("branches")
     job = make_job(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), reference("branches"))

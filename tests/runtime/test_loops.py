@@ -21,8 +21,6 @@ from tests.runtime import loops
 from tests.runtime.spawned import run_ranks
 from tests.runtime.strategies import in_turn
 
-pytestmark = pytest.mark.usefixtures("warm")
-
 Results = dict[tuple[str, str], list[dict[str, Any]]]
 
 

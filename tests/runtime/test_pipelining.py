@@ -68,7 +68,6 @@ def write(network: Network, graph: OperatorGraph, strategy: Strategy, file: Path
     return file
 
 
-@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "name",
     few(("gpt2", "uneven_targets"), NETWORKS),

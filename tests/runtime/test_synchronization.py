@@ -26,8 +26,6 @@ from tests.runtime.oracle import SEED, assert_equal, graph_of, make_job, referen
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import random_strategy, randomly_shared
 
-pytestmark = pytest.mark.usefixtures("warm")
-
 POLICIES = {
     "buckets of 64 bytes": Synchronization(Policy.FIFO, 64),
     "p3": p3(64),

@@ -78,12 +78,12 @@ def train_everywhere(cases: dict[int, list[Case]], folders: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def trained(warm: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
     return train_everywhere(QUICK, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def trained_in_full(warm: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+def trained_in_full(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
     return train_everywhere(FULL, tmp_path_factory)
 
 
@@ -133,7 +133,6 @@ def test_one_device_needs_no_process_group(model: str) -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.usefixtures("warm")
 def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(mistakes, 2, tmp_path)
     assert first == second

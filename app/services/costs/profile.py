@@ -29,6 +29,7 @@ from graph.errors import UsageError
 from graph.topology import Processor, Topology
 from graph.training import Training
 from profiler.devices import PhysicalDevice, device_warnings
+from profiler.processes import start_server
 from profiler.products import products_between
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
     # Models and training are checked before the database is touched: a mistake writes nothing.
     Training(1, request.precision, request.optimizer, request.batch_norm)
     models = []
+    start_server()  # it imports what workers take while the models are imported
     for name in request.models:
         wanted = requested_model(
             name, request.preset, request.batch_size, request.precision, request.micro_batches

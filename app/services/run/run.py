@@ -41,6 +41,7 @@ from graph.substitutions.rewriting import needs_compiler
 from graph.synchronization import Policy, Synchronization, synchronization_to_json
 from graph.topology import Processor
 from graph.training import Training
+from profiler.processes import start_server
 from runtime.ranks.ranks import is_rank
 
 if TYPE_CHECKING:
@@ -253,6 +254,8 @@ def run_on(
     machine = target.machine
     if machine is None:
         raise UsageError("app run: the topology has no device of this machine, must have; choose another")
+    if start is None:
+        start_server()  # it imports what the processes take while the step is predicted
     # Workers that measure missing costs end here: the run needs their cores.
     with prepare(store, model, target, training, request.on_miss, progress) as setting:
         strategy, source = named_strategy(store, setting, request.strategy)
