@@ -37,13 +37,13 @@ from profiler.pinning import (
 
 KILL_WAIT_S = 10.0
 
-START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-"""How device processes are started, in multiprocessing's words."""
+HAS_SERVER = sys.platform == "linux"
 
 # What the server imports: all that workers, probes and ranks take. By name, since some stand above this package.
 PRELOADED = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.distributed_c10d",
+    "torch.fx.experimental.symbolic_shapes",  # torch imports it, with sympy, in a process's first backward
     "profiler.link_worker",
     "profiler.operators",
     "profiler.workers",
@@ -87,27 +87,31 @@ class DeviceProcess:
 
 def process_context() -> ForkServerContext | SpawnContext:
     """Return multiprocessing's context for device processes, with their server started."""
-    if START_METHOD == "spawn":
-        return multiprocessing.get_context("spawn")
-    start_server()
-    return multiprocessing.get_context("forkserver")
+    return (
+        multiprocessing.get_context("forkserver") if start_server() else multiprocessing.get_context("spawn")
+    )
 
 
-def start_server() -> None:
+def start_server() -> bool:
     """Start the server of device processes, unless it runs, and do not wait for it: what it imports takes seconds.
 
-    Processes have the environment variables that it has, but for those that they set themselves.
+    Processes have the environment variables that it has, but for those that they set themselves. Returns False where
+    there can be none.
     """
     global _server_ends
-    if START_METHOD == "spawn":
-        return
+    if not HAS_SERVER:
+        return False
     forkserver.set_forkserver_preload(list(PRELOADED))
     variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}
-    with started_with(variables), uninterrupted_children(ENDING | INTERRUPT):
-        forkserver.ensure_running()
+    try:
+        with started_with(variables), uninterrupted_children(ENDING | INTERRUPT):
+            forkserver.ensure_running()
+    except OSError:  # the path of its socket, in the folder of temporary files, may be too long
+        return False
     if _server_ends is None:
         # After multiprocessing has ended the processes that still run.
         _server_ends = Finalize(None, _end_server, exitpriority=-1)
+    return True
 
 
 _server_ends: Finalize | None = None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from graph.errors import RuntimeFailure
 from graph.texts import describe_exit
 from profiler.pinning import child_variables, end_with_parent, started_with, uninterrupted_children
-from profiler.processes import START_METHOD, start_server
+from profiler.processes import start_server
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import error_line, join_group, leave_group, occupy, run_patiently
 from runtime.ranks.watchdog import under_watchdog
@@ -147,7 +147,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
             # A restart would repeat the failure, and has been seen to hang.
             max_restarts=0,
             monitor_interval=0.1,
-            start_method=START_METHOD,
+            start_method="forkserver" if start_server() else "spawn",
             shutdown_timeout=SHUTDOWN_S,
             # Not SIGINT: the launcher would pass it on, and processes that are just starting would print where they
             # were. It is a KeyboardInterrupt here, after which the launcher ends them by SIGTERM.
@@ -155,7 +155,6 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
             # The message of a failing rank is part of its error; nothing is printed to the terminal.
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
-        start_server()
         try:
             with (
                 started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}),

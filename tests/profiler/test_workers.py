@@ -140,7 +140,7 @@ def test_result_that_came_in_time_counts_however_slow_the_caller() -> None:
 
 def test_worker_that_never_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # Started afresh, it takes seconds.
-    monkeypatch.setattr(processes, "START_METHOD", "spawn")
+    monkeypatch.setattr(processes, "HAS_SERVER", False)
     with (
         WorkerPool(cpu_devices(1), QUICK, start_limit_s=0.01) as pool,
         pytest.raises(RuntimeFailure, match=r"worker on cpu:0: did not start 3 times \(took longer"),
@@ -205,3 +205,27 @@ def test_gpus_measure_in_workers() -> None:
     with WorkerPool(available_devices("cuda")[:2], QUICK) as pool:
         results = list(pool.measure([matrix_product(256, 256, 256 + index) for index in range(6)]))
     assert [_reasons(result) for result in results] == [[]] * 6
+
+
+def test_workers_start_afresh_where_the_server_has_no_room_for_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+from profiler import processes
+from profiler.devices import cpu_devices
+from profiler.updates import update_call
+from profiler.workers import WorkerPool
+assert not processes.start_server()
+with WorkerPool(cpu_devices(1)) as pool:
+    print(*(type(outcome).__name__ for done in pool.measure([update_call("sgd", 100)]) for outcome in done.outcomes))
+"""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "Measurement\n")

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from profiler.processes import START_METHOD, start_server
+from profiler.processes import start_server
 
 
 def run_ranks(function: Callable[..., Any], size: int, folder: Path, *arguments: Any) -> list[Any]:
@@ -25,9 +25,8 @@ def run_ranks(function: Callable[..., Any], size: int, folder: Path, *arguments:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method=START_METHOD,
+        start_method="forkserver" if start_server() else "spawn",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
     )
-    start_server()
     results: dict[int, Any] = elastic_launch(config, function)(*arguments)
     return [results[rank] for rank in range(size)]
