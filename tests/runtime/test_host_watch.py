@@ -51,6 +51,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop a child process; return when all of its threads stand."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 @pytest.fixture
 def store() -> TCPStore:
     """A store of this process."""
@@ -131,7 +137,7 @@ def test_a_process_that_is_stopped_for_longer_than_the_silence_is_not_reported(
     watches.begin(0)
     process, line = started(PEER, str(watches.store.port))
     assert line == "connected"
-    process.send_signal(signal.SIGSTOP)
+    stop(process)
     time.sleep(SILENCE_S + 3.0)
     assert watches.reports == []
 
@@ -182,7 +188,7 @@ def test_a_call_ends_where_the_store_is_silent_and_nobody_answers(
     nobody = threading.Event()
     bounded = BoundedStore(store, nobody.is_set)
     bounded.set("key", "value")
-    process.send_signal(signal.SIGSTOP)
+    stop(process)
     nobody.set()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^the store does not answer$"):
@@ -198,7 +204,7 @@ def test_a_silent_store_is_waited_for_where_its_host_answers(
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=WAIT_S))
     bounded = BoundedStore(store, lambda: False)
     bounded.set("key", "value")
-    process.send_signal(signal.SIGSTOP)
+    stop(process)
     timer = threading.Timer(PATIENCE_S + 2.0, process.send_signal, (signal.SIGCONT,))
     timer.start()
     assert bounded.get("key") == b"value"
