@@ -137,7 +137,7 @@ def child_variables() -> dict[str, str]:
 
     PYTHONSAFEPATH: a folder of the user's with its own `runtime/` must not hijack the process's imports. One OpenMP
     and MKL thread, and torch.compile in the process itself. Processes of one machine meet on the loopback interface,
-    whatever the host name resolves to.
+    whatever the host name resolves to. Of what torch's libraries log, errors alone.
     """
     interface = loopback_interface()
     return {
@@ -147,6 +147,7 @@ def child_variables() -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 
 

@@ -14,8 +14,9 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -37,6 +38,7 @@ from profiler.pinning import (
 
 KILL_WAIT_S = 10.0
 
+# On macOS, a fork after torch has loaded Accelerate may crash.
 HAS_SERVER = sys.platform == "linux"
 
 # What the server imports: all that workers, probes and ranks take. By name, since some stand above this package.
@@ -59,16 +61,15 @@ class DeviceProcess:
 
     def __init__(self, body: Body, device: PhysicalDevice, argument: object) -> None:
         """Start `body(connection, device, argument)` in a new process on `device`."""
-        context = process_context()
         self.device = device
-        self.connection, far_end = context.Pipe(duplex=True)
-        self.process: BaseProcess = context.Process(
-            target=_child,
-            args=(body, far_end, device, argument),
-            name=f"soapstone-{device.label}",
-            daemon=True,
-        )
-        with started_with(child_variables()), uninterrupted_children():
+        with starting_processes() as context:
+            self.connection, far_end = context.Pipe(duplex=True)
+            self.process: BaseProcess = context.Process(
+                target=_child,
+                args=(body, far_end, device, argument),
+                name=f"soapstone-{device.label}",
+                daemon=True,
+            )
             self.process.start()
         far_end.close()
 
@@ -85,40 +86,43 @@ class DeviceProcess:
         self.connection.close()
 
 
-def process_context() -> ForkServerContext | SpawnContext:
-    """Return multiprocessing's context for device processes, with their server started."""
-    return (
-        multiprocessing.get_context("forkserver") if start_server() else multiprocessing.get_context("spawn")
-    )
+@contextmanager
+def starting_processes() -> Iterator[ForkServerContext | SpawnContext]:
+    """Yield multiprocessing's context for device processes, which are to be started while this context lasts.
+
+    They have `child_variables`, and Ctrl-C passes by them.
+    """
+    served = start_server()
+    with started_with(child_variables()), uninterrupted_children():
+        yield multiprocessing.get_context("forkserver") if served else multiprocessing.get_context("spawn")
 
 
 def start_server() -> bool:
-    """Start the server of device processes, unless it runs, and do not wait for it: what it imports takes seconds.
+    """Start the server of device processes, unless it runs, and do not wait for it: its imports take seconds.
 
-    Processes have the environment variables that it has, but for those that they set themselves. Returns False where
-    there can be none.
+    Device processes have the environment variables of the server, but for those that they set themselves. Returns
+    False where there can be no server.
     """
-    global _server_ends
     if not HAS_SERVER:
         return False
     forkserver.set_forkserver_preload(list(PRELOADED))
-    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}
     try:
-        with started_with(variables), uninterrupted_children(ENDING | INTERRUPT):
+        with started_with(child_variables()), uninterrupted_children(ENDING | INTERRUPT):
             forkserver.ensure_running()
     except OSError:  # the path of its socket, in the folder of temporary files, may be too long
         return False
-    if _server_ends is None:
-        # After multiprocessing has ended the processes that still run.
-        _server_ends = Finalize(None, _end_server, exitpriority=-1)
+    _end_server_at_exit()
     return True
 
 
-_server_ends: Finalize | None = None
+@cache
+def _end_server_at_exit() -> None:
+    """End the server with this process, after multiprocessing has ended the processes that still run."""
+    Finalize(None, _end_server, exitpriority=-1)
 
 
 def _end_server() -> None:
-    """End the server with this process, not after it; it may be importing still."""
+    """Kill the server, which waits or imports still, and collect it."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with suppress(ProcessLookupError, ChildProcessError):  # others may have ended it

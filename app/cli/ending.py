@@ -207,7 +207,7 @@ def open_standard_streams() -> None:
 
 
 def end_children() -> None:
-    """Kill every process that this one has started, and wait for their ends."""
+    """Kill all processes below this one, but for multiprocessing's tracker, and wait for their ends."""
     import psutil
 
     tracker = _tracker()

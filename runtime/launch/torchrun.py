@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from graph.errors import RuntimeFailure
 from graph.texts import describe_exit
-from profiler.pinning import child_variables, end_with_parent, started_with, uninterrupted_children
-from profiler.processes import start_server
+from profiler.pinning import end_with_parent
+from profiler.processes import starting_processes
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import error_line, join_group, leave_group, occupy, run_patiently
 from runtime.ranks.watchdog import under_watchdog
@@ -134,6 +134,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
         _quiet_launcher(),
         _own_handlers(),
         _no_child_left(),
+        starting_processes() as context,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -147,7 +148,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
             # A restart would repeat the failure, and has been seen to hang.
             max_restarts=0,
             monitor_interval=0.1,
-            start_method="forkserver" if start_server() else "spawn",
+            start_method=context.get_start_method(),
             shutdown_timeout=SHUTDOWN_S,
             # Not SIGINT: the launcher would pass it on, and processes that are just starting would print where they
             # were. It is a KeyboardInterrupt here, after which the launcher ends them by SIGTERM.
@@ -156,11 +157,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
         try:
-            with (
-                started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}),
-                uninterrupted_children(),
-            ):
-                results = elastic_launch(config, function)(*arguments)
+            results = elastic_launch(config, function)(*arguments)
         except ChildFailedError as error:
             raise RuntimeFailure(_explain(error)) from error
         except SignalException as error:

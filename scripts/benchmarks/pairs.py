@@ -111,7 +111,7 @@ def time_pair(
     cores = usable_cores()
     with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
         connections, children = [], []
-        with started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}):
+        with started_with(child_variables()):
             for rank in range(processes):
                 near, far = context.Pipe()
                 number = cores[rank % len(cores)] if processor == "cpu" else rank

@@ -52,7 +52,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[forkserve
     variables = {
         VARIABLE: str(file),
         "PYTHONPATH": os.pathsep.join((str(HERE / "start"), str(HERE.parents[1]))),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **child_variables(),
     }
     started = forkserver.ForkServer()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.pinning import end_with_parent
-from profiler.processes import process_context
+from profiler.processes import starting_processes
 
 LIMIT_S = 60.0
 
@@ -28,8 +28,7 @@ def run_ranks(body: Body, count: int = 2) -> list[Any]:
     Raises:
         RankError: one of them raised it; the text names the error.
     """
-    context = process_context()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, starting_processes() as context:
         pipes = [context.Pipe() for _ in range(count)]
         processes = [
             context.Process(target=_rank, args=(body, far, rank, count, str(Path(folder) / "meeting")))

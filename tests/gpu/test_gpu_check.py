@@ -49,7 +49,6 @@ def _checked(tmp_path: Path, chosen: Speeds, *pieces: str) -> tuple[int, dict[st
         **child_variables(),
         VARIABLE: str(speeds),
         "PYTHONPATH": os.pathsep.join((str(HERE / "start"), str(ROOT))),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     named = [argument for piece in pieces for argument in ("--piece", piece)]
     done = subprocess.run(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from graph.calls import LocalCall
 from graph.errors import RuntimeFailure, UsageError
 from graph.texts import describe_exit
 from profiler import processes
-from profiler.devices import available_devices, cpu_devices
+from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions
 from profiler.pinning import can_pin, usable_cores
 from profiler.updates import update_call
@@ -229,3 +230,19 @@ with WorkerPool(cpu_devices(1)) as pool:
         env={**os.environ, "TMPDIR": str(folder)},
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "Measurement\n")
+
+
+def _tell_parent(connection: Connection, _device: PhysicalDevice, _nothing: None) -> None:
+    connection.send(os.getppid())
+
+
+@pytest.mark.skipif(not processes.HAS_SERVER, reason="processes are started afresh elsewhere")
+def test_device_processes_are_forked_from_one_server_that_has_torch_already() -> None:
+    started = [processes.DeviceProcess(_tell_parent, device, None) for device in cpu_devices(2)]
+    parent, other = (process.connection.recv() for process in started)
+    for process in started:
+        process.kill()
+    assert parent == other
+    server = psutil.Process(parent)
+    assert server.ppid() == os.getpid()
+    assert any("libtorch" in library.path for library in server.memory_maps())

@@ -14,7 +14,7 @@ from typing import Any
 from graph.errors import RuntimeFailure
 from graph.texts import describe_exit
 from profiler.pinning import end_with_parent, usable_cores
-from profiler.processes import process_context
+from profiler.processes import starting_processes
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import (
     PEER_GRACE_S,
@@ -45,17 +45,17 @@ class LocalPool:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._broken = False
-        context = process_context()
         cores = usable_cores()
         store = str(Path(self._folder.name) / "store")
-        for rank in range(processes):
-            near, far = context.Pipe()
-            arguments = (far, store, rank, processes, cores[rank % len(cores)], timeout_s)
-            process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}", daemon=True)
-            process.start()
-            far.close()
-            self._connections.append(near)
-            self._processes.append(process)
+        with starting_processes() as context:
+            for rank in range(processes):
+                near, far = context.Pipe()
+                arguments = (far, store, rank, processes, cores[rank % len(cores)], timeout_s)
+                process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}", daemon=True)
+                process.start()
+                far.close()
+                self._connections.append(near)
+                self._processes.append(process)
         self._answers(range(processes), START_LIMIT_S)
 
     def __enter__(self) -> LocalPool:

@@ -77,7 +77,7 @@ def torchrun(processes: int, *arguments: str, folder: Path) -> subprocess.Comple
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *arguments,
     ]  # fmt: skip
-    environment = {**os.environ, **child_variables(), "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {**os.environ, **child_variables(), "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
