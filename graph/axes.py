@@ -174,10 +174,24 @@ def operand_regions(axes: tuple[Axis, ...], operand: OperandMap, degrees: Degree
         [part_of(axis, degree, index) for index in range(degree)]
         for axis, degree in zip(axes, degrees, strict=True)
     ]
-    return tuple(
-        operand_region(operand, [cut[index] for cut, index in zip(cuts, coordinate, strict=True)])
-        for coordinate in coordinates(degrees)
-    )
+    if not operand:
+        return ((),) * tasks(degrees)
+    return tuple(zip(*(_indexes_of_tasks(dim, cuts) for dim in operand), strict=True))
+
+
+def _indexes_of_tasks(dim: Dim, cuts: Sequence[Sequence[Interval]]) -> list[IndexSet]:
+    """Return the indexes of a dim that every task touches, in task order, made once for equal parts of its axes."""
+    followed = {factor.axis for factor in dim}
+    points = [(cut if axis in followed else cut[:1]) for axis, cut in enumerate(cuts)]
+    indexes = [dim_indexes(dim, part) for part in itertools.product(*points)]
+    # From the last axis on: what it does not follow is the same in every part.
+    inner = 1
+    for cut, part in zip(reversed(cuts), reversed(points), strict=True):
+        if len(part) < len(cut):
+            blocks = [indexes[at : at + inner] for at in range(0, len(indexes), inner)]
+            indexes = [index for block in blocks for index in block * len(cut)]
+        inner *= len(cut)
+    return indexes
 
 
 def is_gapless(operand: OperandMap) -> bool:

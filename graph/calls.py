@@ -69,7 +69,15 @@ class LocalCall:
 
     def __hash__(self) -> int:
         """Return a hash that is quick to ask for again: a search keeps calls in tables of several kinds."""
-        return hash((self.digest, self.bindings))
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but the hash, since texts have another one in another process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.target, self.arguments, self.inputs, self.outputs, self.bindings))
 
     @cached_property
     def has_backward(self) -> bool:

@@ -25,6 +25,7 @@ from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
 from search.cost.calls_to_profile import LocalCalls, rule_calls
+from search.cost.collective_cost import CollectivePrice
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.kernels.exchange import exchange_by_part, exchange_ns
@@ -69,6 +70,12 @@ class Problem:
     micro_batches: int = 1
     schedule: Schedule | None = None
     gradients: GradientSums | None = None
+
+    def call_of_first(self, operator: Operator, degrees: Degrees) -> LocalCall:
+        """Return the call of the first task of a configuration."""
+        if self.first_call is not None:
+            return self.first_call(self.graph, operator, degrees)
+        return self.local_calls(self.graph, operator, degrees)[0]
 
     def in_micro_batches(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the problem's micro-batches."""
@@ -143,11 +150,17 @@ class Tables:
             problem.graph, problem.topology, problem.costs, problem.links, problem.local_calls
         )
         self._configurations = _by_operator(space)
+        lists: dict[tuple[Configuration, ...], int] = {}
+        # Operators whose lists are equal have equal numbers.
+        self._list_of = [lists.setdefault(of, len(lists)) for of in self._configurations]
+        self._distinct = [_distinct(configurations) for configurations in lists]
         self.edges = _edges(self._store)
         self._single = _single_readings(self._store, self.edges)
         self._edge_tables: dict[tuple[object, ...], tuple[Array, Array | None, Array | None]] = {}
         self._operator_tables: dict[tuple[object, ...], OperatorTable] = {}
         self._kinds = [device.kind_name for device in problem.topology.devices]
+        self._longest_ns: dict[tuple[int, int, int], int] = {}
+        self._price_of: dict[tuple[int, ...], CollectivePrice] = {}
 
     def configurations(self, operator: int) -> Sequence[Configuration]:
         """Return an operator's configuration under each of its group's choices."""
@@ -159,12 +172,15 @@ class Tables:
         Raises:
             CostError: a local call has no cost.
         """
-        configurations = self._configurations[operator]
-        key = (self._store.classes.operators[operator], tuple(configurations))
+        key = self._operator_class(operator)
         table = self._operator_tables.get(key)
         if table is None:
-            table = self._operator_tables[key] = self._make_operator(operator, configurations)
+            table = self._operator_tables[key] = self._make_operator(operator, self._configurations[operator])
         return table
+
+    def _operator_class(self, operator: int) -> tuple[int, int]:
+        """Return what the table of an operator depends on: equal ones have equal tables."""
+        return self._store.classes.operators[operator], self._list_of[operator]
 
     def _make_operator(self, operator: int, configurations: Sequence[Configuration]) -> OperatorTable:
         most = max(tasks(configuration.degrees[:-1]) for configuration in configurations)
@@ -180,11 +196,7 @@ class Tables:
                     array[number] = array[same]
                 continue
             made[configuration] = number
-            self._store.make_room()
-            at = self._store.derive_operator(operator, configuration)
-            count = tasks(configuration.degrees)
-            begin = at + OPERATOR_WORDS
-            rows = self._store.arena[begin : begin + TASK_WORDS * count].view(TASK)
+            rows = self._tasks(operator, configuration)
             forward_ns, backward_ns = rows["forward_ns"], rows["backward_ns"]
             parts = tasks(configuration.degrees[:-1])
             forward[number, :parts] = forward_ns.reshape(parts, -1).min(axis=1)
@@ -199,6 +211,43 @@ class Tables:
             np.array([tasks(configuration.degrees[:-1]) for configuration in configurations], np.int64),
         )
 
+    def first_ns(self, operator: int) -> Array:
+        """Return what the first task takes under each choice: no more than `longest_ns_C`, and made sooner.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        configurations = self._configurations[operator]
+        kinds = [self._kinds[configuration.devices[0]] for configuration in configurations]
+        first_ns = np.zeros(len(configurations), np.int64)
+        for kind in dict.fromkeys(kinds):
+            numbers = [number for number, of_first in enumerate(kinds) if of_first == kind]
+            calls = [
+                self.problem.call_of_first(self.graph.operators[operator], configurations[number].degrees)
+                for number in numbers
+            ]
+            first_ns[numbers] = self._store.task_costs.both_ns(operator, calls, kind)
+        return first_ns
+
+    def longest_ns(self, operator: int, number: int) -> int:
+        """Return one entry of an operator's `longest_ns_C`, without a table.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        key = *self._operator_class(operator), number
+        longest_ns = self._longest_ns.get(key)
+        if longest_ns is None:
+            rows = self._tasks(operator, self._configurations[operator][number])
+            longest_ns = self._longest_ns[key] = int(rows["forward_ns"].max() + rows["backward_ns"].max())
+        return longest_ns
+
+    def _tasks(self, operator: int, configuration: Configuration) -> Array:
+        """Return the records of an operator's tasks; valid until the next derivation."""
+        self._store.make_room()
+        begin = self._store.derive_operator(operator, configuration) + OPERATOR_WORDS
+        return self._store.arena[begin : begin + TASK_WORDS * tasks(configuration.degrees)].view(TASK)
+
     def edge(self, number: int, *, by_part: bool) -> EdgeTable:
         """Return the table of an edge, with `there_ns` and `back_ns` if asked.
 
@@ -206,8 +255,8 @@ class Tables:
             UsageError: there are too many pairs.
         """
         edge = self.edges[number]
-        producer, producer_rows = _distinct(self._configurations[edge.producer])
-        reader, reader_rows = _distinct(self._configurations[edge.reader])
+        producer, producer_rows = self._distinct[self._list_of[edge.producer]]
+        reader, reader_rows = self._distinct[self._list_of[edge.reader]]
         key = (*self._edge_class(number), by_part)
         table = self._edge_tables.get(key)
         if table is None:
@@ -231,9 +280,9 @@ class Tables:
     ) -> tuple[int, bool, tuple[Configuration, ...], tuple[Configuration, ...]]:
         """Return what the table of an edge depends on: equal edges have equal tables."""
         edge = self.edges[number]
-        producer, _ = _distinct(self._configurations[edge.producer])
-        reader, _ = _distinct(self._configurations[edge.reader])
-        return self._single[number], edge.gradient, tuple(producer), tuple(reader)
+        producer, _ = self._distinct[self._list_of[edge.producer]]
+        reader, _ = self._distinct[self._list_of[edge.reader]]
+        return self._single[number], edge.gradient, producer, reader
 
     def _make_edge(
         self,
@@ -328,13 +377,38 @@ class Tables:
                 trained.append((weight, tuple(sorted({self.space.group_of[index] for index in readers}))))
         return trained
 
+    def group_class(self, group_number: int) -> tuple[object, ...]:
+        """Return what a group's choices cost by themselves depends on: equal ones cost the same.
+
+        That is its operators with their configurations, and of its weights what they read of each.
+        """
+        operators = self.space.groups[group_number].operators
+        place = {operator: number for number, operator in enumerate(operators)}
+        statics = self._store.classes.statics
+        weights = [
+            (
+                statics[weight].item_bytes,
+                *(
+                    (port.number, place[port.operator])
+                    for port in statics[weight].readers
+                    if port.operator in place
+                ),
+            )
+            for weight, readers in self.trained()
+            if group_number in readers
+        ]
+        return (*map(self._operator_class, operators), *weights)
+
     def readers_of_weight(self, weight: int) -> set[int]:
         """Return the operators that read a weight, by its place among the graph's."""
         return {port.operator for port in self._store.classes.statics[weight].readers}
 
     def sync_ns(self, sync: Sync) -> int:
         """Return the nanoseconds of an all-reduce."""
-        return self._store.resource_sets.device_set(sync.devices).price.duration_ns(sync.size_bytes)
+        price = self._price_of.get(sync.devices)
+        if price is None:
+            price = self._price_of[sync.devices] = self._store.resource_sets.device_set(sync.devices).price
+        return price.duration_ns(sync.size_bytes)
 
     def update_ns(self, elements: int, device: int) -> int:
         """Return the nanoseconds in which a device updates that many elements."""
@@ -343,20 +417,25 @@ class Tables:
         return problem.costs.update_ns(elements, optimizer, dtype, self._kinds[device])[0]
 
 
-def _by_operator(space: Space) -> list[list[Configuration]]:
-    configurations_of: list[list[Configuration]] = [[] for _ in space.graph.operators]
+def _by_operator(space: Space) -> list[tuple[Configuration, ...]]:
+    """Return every operator's configuration under each of its group's choices; groups of one form have the same."""
+    configurations_of: list[tuple[Configuration, ...]] = [()] * len(space.graph.operators)
+    made: dict[tuple[object, ...], list[tuple[Configuration, ...]]] = {}
     for group, choices in zip(space.groups, space.choices, strict=True):
-        for choice in choices:
-            for index, configuration in follow(group, choice).items():
-                configurations_of[index].append(configuration)
+        form = choices, *(member.axes for member in group.members)
+        if form not in made:
+            followed = [follow(group, choice).values() for choice in choices]
+            made[form] = list(zip(*followed, strict=True))
+        for index, configurations in zip(group.operators, made[form], strict=True):
+            configurations_of[index] = configurations
     return configurations_of
 
 
-def _distinct(configurations: Sequence[Configuration]) -> tuple[list[Configuration], Array]:
+def _distinct(configurations: Sequence[Configuration]) -> tuple[tuple[Configuration, ...], Array]:
     """Return distinct configurations in the order of their first, and for each one its place among them."""
     places: dict[Configuration, int] = {}
     rows = [places.setdefault(configuration, len(places)) for configuration in configurations]
-    return list(places), np.array(rows, np.int64)
+    return tuple(places), np.array(rows, np.int64)
 
 
 def _edges(store: UnitStore) -> list[Edge]:

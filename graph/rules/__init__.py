@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of, task_points, tasks
+from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of, task_points
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
 from graph.rules.base import Signature, TaskPart
@@ -157,7 +157,8 @@ def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> t
     if len(interned) > CACHED_CONFIGURATIONS:
         interned.clear()
     if not rule_for(operator.target).by_size:
-        each = [call_of(graph, operator, degrees, task) for task in range(tasks(degrees))]
+        own, gradients = _whole(graph, operator)
+        each = [_call(graph, operator, own, piece, gradients) for piece in parts(operator, degrees)]
         return tuple([interned.setdefault(call, call) for call in each])
     number = operator_class(graph, operator)
     classes_of: dict[int, CallClasses] = graph._cache.setdefault("rules.call_classes", {})
@@ -185,12 +186,16 @@ def first_call(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> Lo
 
 def call_of(graph: OperatorGraph, operator: Operator, degrees: Degrees, task: int) -> LocalCall:
     """Return the call of one task of a configuration, made for it alone."""
-    # An operator and a configuration give many calls.
+    own, gradients = _whole(graph, operator)
+    return _call(graph, operator, own, part(operator, degrees, task), gradients)
+
+
+def _whole(graph: OperatorGraph, operator: Operator) -> tuple[Signature, tuple[bool, ...]]:
+    """Return an operator's signature and gradients, made once: it gives many calls."""
     whole: dict[str, tuple[Signature, tuple[bool, ...]]] = graph._cache.setdefault("rules.signatures", {})
     if operator.name not in whole:
         whole[operator.name] = signature(graph, operator), local_gradients(graph, operator)
-    own, gradients = whole[operator.name]
-    return _call(graph, operator, own, part(operator, degrees, task), gradients)
+    return whole[operator.name]
 
 
 def _call(

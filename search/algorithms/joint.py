@@ -24,7 +24,7 @@ from graph.errors import StrategyError, UsageError
 from graph.strategy import Strategy
 from search.algorithms.backtracking import Evaluated, backtrack
 from search.algorithms.chain import TURN, Chain, ChainResult, SearchOptions, start_chain
-from search.algorithms.optcnn import default_space, optcnn
+from search.algorithms.optcnn import default_space, least_additive
 from search.algorithms.proposal_log import Observer, Proposal
 from search.algorithms.rewritings import Rewriting, Rewritings, RewrittenGraph
 from search.orders import Order
@@ -101,7 +101,7 @@ class RewritingCosts:
         tables = Tables(problem, default_space(problem))
         if tables.pair_count * problem.device_count <= MOST_PAIRS and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
-                self._known.append((optcnn(problem, tables.space).strategy, problem.graph))
+                self._known.append((least_additive(tables).strategy, problem.graph))
 
     @property
     def cheapest(self) -> Rewriting:

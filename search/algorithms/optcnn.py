@@ -13,20 +13,23 @@ they leave over is enumerated (`search.bounds.elimination`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from bisect import insort
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from graph.axes import tasks
 from graph.errors import UsageError
-from graph.strategy import Configuration, Strategy
+from graph.strategy import Strategy
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.algorithms.best_tracker import simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
 from search.problem import Array, Problem, Tables
-from search.space.enumerated_space import Space, all_degrees, smallest_space
-from search.space.groups import follow
+from search.space.enumerated_space import Space, count_contiguous, leading_space, smallest_space
+from search.space.groups import find_groups, follow
+
+T = TypeVar("T")
 
 # Configurations of a group up to which the whole space is taken.
 MOST_WHOLE = 64
@@ -49,8 +52,12 @@ def optcnn(problem: Problem, space: Space | None = None, *, limit: int = LARGEST
         UsageError: the core that the eliminations leave is too large to be enumerated.
         CostError: a local call has no cost.
     """
-    space = space if space is not None else default_space(problem)
-    tables = Tables(problem, space)
+    return least_additive(Tables(problem, default_space(problem) if space is None else space), limit)
+
+
+def least_additive(tables: Tables, limit: int = LARGEST_TABLE) -> Additive:
+    """Return the strategy of the least additive cost in the space of some tables; raises as `optcnn` does."""
+    space = tables.space
     sizes = [len(choices) for choices in space.choices]
     try:
         minimum = minimize(sizes, factors(tables), limit)
@@ -69,40 +76,25 @@ def default_space(problem: Problem) -> Space:
     each group keeps the `MOST_WHOLE` that cost least by themselves, the first of equals.
     """
     graph, count = problem.graph, problem.device_count
-    space = smallest_space(graph, count, MOST_WHOLE)
-    if space.whole or max(len(configurations) for configurations in space.choices) <= MOST_WHOLE:
-        return space
-    groups = space.groups
-    choices = [
-        tuple(
-            Configuration(degrees, tuple(range(tasks(degrees))))
-            for degrees in all_degrees(graph.operators[group.head], count)
-            if count % tasks(degrees) == 0 and degrees[-1] == 1
-        )
-        for group in groups
-    ]
-    space = Space(
-        graph,
-        count,
-        groups,
-        tuple(choices),
-        "degrees on a divisor of the devices, the first of them, without replicas",
-        whole=False,
-    )
-    if max(len(configurations) for configurations in choices) <= MOST_WHOLE:
+    heads = [graph.operators[group.head] for group in find_groups(graph)]
+    if all(count_contiguous(head, count) <= MOST_WHOLE for head in heads):
+        return smallest_space(graph, count, MOST_WHOLE)
+    space = leading_space(graph, count)
+    if all(len(choices) <= MOST_WHOLE for choices in space.choices):
         return space
     tables = Tables(problem, space)
-    kept = []
-    for group_number, configurations_of_group in enumerate(choices):
-        order = np.argsort(_own_ns(tables, group_number), kind="stable")[:MOST_WHOLE]
-        kept.append(tuple(configurations_of_group[number] for number in sorted(order.tolist())))
-    return Space(graph, count, groups, tuple(kept), f"{space.name}, {MOST_WHOLE} a group", whole=False)
+    cheapest = _of_groups(tables, lambda group: _cheapest(tables, group))
+    kept = [
+        tuple(choices[number] for number in numbers)
+        for choices, numbers in zip(space.choices, cheapest, strict=True)
+    ]
+    return Space(graph, count, space.groups, tuple(kept), f"{space.name}, {MOST_WHOLE} a group", whole=False)
 
 
 def factors(tables: Tables) -> list[CostFunction]:
     """Return the additive cost as functions of one and of two groups."""
     space = tables.space
-    own = [_own_ns(tables, group) for group in range(len(space.groups))]
+    own = _of_groups(tables, lambda group: _own_ns(tables, group))
     between: dict[tuple[int, int], Array] = {}
     for number, edge in enumerate(tables.edges):
         table = tables.edge(number, by_part=False)
@@ -120,20 +112,58 @@ def factors(tables: Tables) -> list[CostFunction]:
     ]
 
 
+def _of_groups(tables: Tables, of_group: Callable[[int], T]) -> list[T]:
+    """Return something of every group, made once for those whose choices cost the same by themselves."""
+    made: dict[tuple[object, ...], T] = {}
+    of_groups = []
+    for group in range(len(tables.space.groups)):
+        group_class = tables.group_class(group)
+        if group_class not in made:
+            made[group_class] = of_group(group)
+        of_groups.append(made[group_class])
+    return of_groups
+
+
 def _own_ns(tables: Tables, group_index: int) -> Array:
     """Return the cost of each choice of a group, without exchanges, in nanoseconds."""
+    total = _weights_ns(tables, group_index)
+    for operator in tables.space.groups[group_index].operators:
+        total += tables.operator(operator).longest_ns_C
+    return total
+
+
+def _cheapest(tables: Tables, group_index: int) -> list[int]:
+    """Return the `MOST_WHOLE` choices of a group that cost least by themselves, of equals the first ones, ascending.
+
+    What the weights and the head's first task cost is a bound: where it is too much already, no other task is asked
+    for.
+    """
+    operators = tables.space.groups[group_index].operators
+    weights_ns = _weights_ns(tables, group_index)
+    bounds_ns = weights_ns + tables.first_ns(operators[0])
+    kept: list[tuple[int, int]] = []
+    for number in np.argsort(bounds_ns, kind="stable").tolist():
+        if len(kept) == MOST_WHOLE and bounds_ns[number] > kept[-1][0]:
+            break
+        own_ns = int(weights_ns[number]) + sum(tables.longest_ns(operator, number) for operator in operators)
+        insort(kept, (own_ns, number))
+        del kept[MOST_WHOLE:]
+    return sorted(number for _, number in kept)
+
+
+def _weights_ns(tables: Tables, group_index: int) -> Array:
+    """Return what all-reduces and updates of the weights of a group take under each choice, in nanoseconds."""
     space = tables.space
     group = space.groups[group_index]
     total: Array = np.zeros(len(space.choices[group_index]), np.int64)
-    for operator in group.operators:
-        total = total + tables.operator(operator).longest_ns_C
     weights = [weight for weight, readers in tables.trained() if group_index in readers]
-    for number, choice in enumerate(space.choices[group_index]):
+    for number, choice in enumerate(space.choices[group_index] if weights else ()):
         syncs, elements = tables.syncs(weights, follow(group, choice))
         by_device: dict[int, int] = {}
         for sync in syncs:
+            sync_ns = tables.sync_ns(sync)
             for device in sync.devices:
-                by_device[device] = by_device.get(device, 0) + tables.sync_ns(sync)
+                by_device[device] = by_device.get(device, 0) + sync_ns
         total[number] += max(by_device.values(), default=0)
         total[number] += max((tables.update_ns(held, device) for device, held in elements.items()), default=0)
     return total

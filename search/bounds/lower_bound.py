@@ -167,10 +167,6 @@ class _BestTimes:
     def __init__(self, problem: Problem, most_calls: int, *, shared: bool = False) -> None:
         self.problem, self.graph = problem, problem.graph
         self.shared = shared
-        calls_of = problem.local_calls
-        self.first_call = problem.first_call or (
-            lambda graph, operator, degrees: calls_of(graph, operator, degrees)[0]
-        )
         self.kinds = [kind.name for kind in problem.topology.kinds]
         self._curves: dict[int, list[Curve]] = {}
         self.whole = True
@@ -234,7 +230,7 @@ class _BestTimes:
             part_backward = backward * min(int(back.min()) for _, back in rows)
             work = min(int(forward.sum() + backward * back.sum()) for forward, back in rows)
         calls = [
-            calls_of[degrees][0] if degrees in calls_of else self.first_call(self.graph, operator, degrees)
+            calls_of[degrees][0] if degrees in calls_of else self.problem.call_of_first(operator, degrees)
             for degrees in all_of
         ]
         forward_ns, backward_ns = self._cheapest(index, calls)
@@ -384,7 +380,7 @@ class _BestTimes:
         problem, graph = self.problem, self.graph
         if problem.least_work is None:
             return 0
-        call = self.first_call(graph, operator, (1,) * len(operator.space.axes))
+        call = problem.call_of_first(operator, (1,) * len(operator.space.axes))
         forward, backward = problem.least_work(graph, operator)
         works: list[tuple[WorkPhase, LeastWork]] = [("forward", forward)]
         if active and call.has_backward:

@@ -87,6 +87,18 @@ class TaskCosts:
             of_calls = self._of_calls[key] = rows, [number_of[id(call)] for call in calls]
         return of_calls
 
+    def both_ns(self, index: int, calls: Sequence[LocalCall], kind: str) -> list[int]:
+        """Return the nanoseconds of forward and backward of some calls of an operator.
+
+        Raises:
+            CostError: a local call has no cost on this kind of device.
+        """
+        summed = self._graph.summed_slots[index]
+        return [
+            cost.forward_ns + self._costs.backward_ns(cost, call, summed, kind)
+            for call, cost in zip(calls, self._costs.costs(calls, kind), strict=True)
+        ]
+
     def _row(
         self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None
     ) -> tuple[int, ...]:

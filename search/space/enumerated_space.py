@@ -65,6 +65,21 @@ def all_degrees(operator: Operator, most: int) -> list[Degrees]:
     return vectors
 
 
+def dividing_degrees(operator: Operator, device_count: int) -> list[Degrees]:
+    """Return those of all degrees whose number of tasks divides the number of devices, in the same order."""
+    vectors: list[Degrees] = [()]
+    for axis in operator.space.axes:
+        parts = range(1, _most_parts(axis, device_count) + 1)
+        vectors = [
+            (*degrees, degree)
+            for degrees in vectors
+            for rest in [device_count // tasks(degrees)]
+            for degree in parts
+            if rest % degree == 0
+        ]
+    return vectors
+
+
 def _most_parts(axis: Axis, most: int) -> int:
     return most if axis.kind is AxisKind.REPLICA else min(axis.size, most)
 
@@ -87,6 +102,12 @@ def count_whole(operator: Operator, device_count: int) -> int:
     return sum(ways * perm(device_count, count) for count, ways in counted.items())
 
 
+def count_contiguous(operator: Operator, device_count: int) -> int:
+    """Return how many configurations `contiguous_space` has for a head."""
+    counted = count_degrees(operator.space.axes, device_count)
+    return sum(ways * (device_count // count) for count, ways in counted.items() if device_count % count == 0)
+
+
 def whole_space(graph: OperatorGraph, device_count: int) -> Space:
     """Return the whole space; its size is that of `count_whole`, multiplied."""
 
@@ -105,13 +126,24 @@ def contiguous_space(graph: OperatorGraph, device_count: int) -> Space:
     """
 
     def choices(head: Operator) -> Iterator[Configuration]:
-        for degrees in all_degrees(head, device_count):
+        for degrees in dividing_degrees(head, device_count):
             count = tasks(degrees)
-            if device_count % count == 0:
-                for start in range(0, device_count, count):
-                    yield Configuration(degrees, strided_devices(start, 1, count, device_count))
+            for start in range(0, device_count, count):
+                yield Configuration(degrees, strided_devices(start, 1, count, device_count))
 
     name = "all degrees on a divisor of the devices, on aligned lists of neighbours"
+    return _space(graph, device_count, choices, name, whole=False)
+
+
+def leading_space(graph: OperatorGraph, device_count: int) -> Space:
+    """Return all degrees without replicas that use 1 device, all of them, or a divisor of them: the first ones."""
+
+    def choices(head: Operator) -> Iterator[Configuration]:
+        for degrees in dividing_degrees(head, device_count):
+            if degrees[-1] == 1:
+                yield Configuration(degrees, tuple(range(tasks(degrees))))
+
+    name = "degrees on a divisor of the devices, the first of them, without replicas"
     return _space(graph, device_count, choices, name, whole=False)
 
 
@@ -130,7 +162,14 @@ def _space(
     *,
     whole: bool,
 ) -> Space:
-    """Return the space in which every group's head has these choices."""
+    """Return the space in which every group's head has these choices, which are the same for the same axes."""
     groups = find_groups(graph)
-    of_groups = tuple(tuple(choices(graph.operators[group.head])) for group in groups)
-    return Space(graph, device_count, groups, of_groups, name, whole=whole)
+    made: dict[tuple[tuple[int, AxisKind], ...], tuple[Configuration, ...]] = {}
+    of_groups = []
+    for group in groups:
+        head = graph.operators[group.head]
+        axes = tuple((axis.size, axis.kind) for axis in head.space.axes)
+        if axes not in made:
+            made[axes] = tuple(choices(head))
+        of_groups.append(made[axes])
+    return Space(graph, device_count, groups, tuple(of_groups), name, whole=whole)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 from hypothesis import given
@@ -52,3 +56,22 @@ def test_calls_that_differ_in_their_bindings_alone_are_two() -> None:
     other = replace(call, bindings=(("operator", 1),))
     assert call.digest == other.digest
     assert len({call, other}) == 2
+
+
+def test_a_call_of_another_process_is_found_among_its_equals() -> None:
+    """Where texts have other hashes."""
+    call = LocalCall("aten.some.default", (("dim", 1),), (), (TensorSpec((2, 3), "float32"),), ())
+    hash(call)
+    find = (
+        "import pickle, sys\n"
+        "from graph.calls import call_from_json\n"
+        "call = pickle.load(sys.stdin.buffer)\n"
+        "assert call in {call_from_json(call.document)}\n"
+    )
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", find],
+            input=pickle.dumps(call),
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        )

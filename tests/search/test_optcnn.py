@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from graph.axes import operand_regions
+from graph.axes import operand_regions, tasks
 from graph.collectives import BACKWARD, SUMMABLE, moved, recognize
 from graph.errors import UsageError
 from graph.exchange import exchange
@@ -18,14 +18,21 @@ from graph.plan import consumers_of
 from graph.strategy import Strategy
 from graph.training import Training
 from graph.weight_placement import cells, held_regions
-from search.algorithms.optcnn import default_space, factors, optcnn
+from search.algorithms.optcnn import MOST_WHOLE, default_space, factors, optcnn
 from search.bounds.elimination import CostFunction, TooWide, minimize, smallest
 from search.cost.cost_table import CostTable, nanoseconds
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem, Tables
 from search.space.baselines import random_strategy, single_device
-from search.space.enumerated_space import Space, whole_space
-from search.space.groups import find_groups
+from search.space.enumerated_space import (
+    Space,
+    all_degrees,
+    count_contiguous,
+    dividing_degrees,
+    leading_space,
+    whole_space,
+)
+from search.space.groups import find_groups, following
 from tests.quick import seeds
 from tests.reference.links import collective_price, message_s
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, two_layers
@@ -58,18 +65,8 @@ def additive_ns(problem: Problem, strategies: Sequence[Strategy]) -> list[int]:
 
 def plain_additive_ns(one: Problem, strategy: Strategy) -> int:
     """The cost of one strategy, as the module's first lines say it, from the nouns alone."""
-    graph, topology = one.graph, one.topology
-    total = 0
-    for index, operator in enumerate(graph.operators):
-        configuration = strategy.configurations[index]
-        calls = local_calls(graph, operator, configuration.degrees)
-        forward_ns, backward_ns, summed = [], [], graph.summed_slots[index]
-        for call, device in zip(calls, configuration.devices, strict=True):
-            kind = topology.devices[device].kind_name
-            (cost,) = one.costs.costs([call], kind)
-            forward_ns.append(cost.forward_ns)
-            backward_ns.append(one.costs.backward_ns(cost, call, summed, kind))
-        total += max(forward_ns) + max(backward_ns)
+    graph = one.graph
+    total = sum(_operator_ns(one, strategy, index) for index in range(len(graph.operators)))
     for value in graph.values:
         if value.kind is ValueKind.OPERATOR:
             total += sum(
@@ -77,6 +74,18 @@ def plain_additive_ns(one: Problem, strategy: Strategy) -> int:
                 for reading in range(len(graph.readers[value.name]))
             )
     return total + sum(_sync_ns(one, strategy, group.operators) for group in find_groups(graph))
+
+
+def _operator_ns(one: Problem, strategy: Strategy, index: int) -> int:
+    graph, configuration = one.graph, strategy.configurations[index]
+    calls = local_calls(graph, graph.operators[index], configuration.degrees)
+    forward_ns, backward_ns, summed = [], [], graph.summed_slots[index]
+    for call, device in zip(calls, configuration.devices, strict=True):
+        kind = one.topology.devices[device].kind_name
+        (cost,) = one.costs.costs([call], kind)
+        forward_ns.append(cost.forward_ns)
+        backward_ns.append(one.costs.backward_ns(cost, call, summed, kind))
+    return max(forward_ns) + max(backward_ns)
 
 
 def _exchange_ns(one: Problem, strategy: Strategy, name: str, reading: int) -> int:
@@ -202,6 +211,30 @@ def test_few_devices_have_the_whole_space_and_many_a_compact_one() -> None:
     assert "aligned lists of neighbours" in default_space(larger(two_layers(), 4)).name
     large = default_space(larger(two_layers(samples=64, features=64), 8))
     assert max(len(choices) for choices in large.choices) <= 64
+
+
+def test_a_group_of_too_many_choices_keeps_those_that_cost_least_by_themselves() -> None:
+    one = larger(branches(), 48)
+    every, kept = leading_space(one.graph, 48), default_space(one)
+    too_many = 0
+    for number, group in enumerate(every.groups):
+        costs = []
+        for choice in every.choices[number]:
+            strategy = following(one.graph, [(group, choice)], single_device(one.graph).configurations)
+            own_ns = sum(_operator_ns(one, strategy, index) for index in group.operators)
+            costs.append(own_ns + _sync_ns(one, strategy, group.operators))
+        cheapest = sorted(range(len(costs)), key=lambda choice: (costs[choice], choice))[:MOST_WHOLE]
+        assert kept.choices[number] == tuple(every.choices[number][choice] for choice in sorted(cheapest))
+        too_many += len(costs) > MOST_WHOLE
+    assert too_many
+
+
+@pytest.mark.parametrize("count", [6, 8, 12])
+def test_listed_degrees_are_all_those_whose_tasks_divide_the_number_of_devices(count: int) -> None:
+    for operator in branches().operators:
+        divide = [degrees for degrees in all_degrees(operator, count) if count % tasks(degrees) == 0]
+        assert dividing_degrees(operator, count) == divide
+        assert count_contiguous(operator, count) == sum(count // tasks(degrees) for degrees in divide)
 
 
 @pytest.mark.parametrize("seed", seeds(6, 60))
