@@ -13,13 +13,14 @@ import torch
 
 from graph.axes import AxisKind
 from graph.plan import build_plan
+from graph.schedule import GradientSums, MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, p3
 from runtime.communication import World
 from runtime.execution.executor import Executor
 from runtime.instructions.base import Instruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective
-from runtime.instructions.compute import Differentiate, Release
+from runtime.instructions.compute import Differentiate, EnterMicroBatch, Release
 from runtime.instructions.gradient_synchronization import (
     FillBucket,
     FinishAllReduce,
@@ -42,7 +43,7 @@ from runtime.lowering.tensor_slots import TensorSlots
 from runtime.observe.memory_trace import SilentWorld
 from search.space.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
-from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared
+from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared, staged
 
 CPU = torch.device("cpu")
 
@@ -75,14 +76,17 @@ def awaited_by(instruction: Instruction) -> tuple[int, ...]:
 
 
 class Rank:
-    """One rank of the model: where it stands, and which message each awaited slot is."""
+    """One rank of the model: where it stands, and which message each awaited slot of each micro-batch is."""
 
     def __init__(self, number: int, program: Program) -> None:
         self.number = number
         self.instructions = program.instructions
         self.position = 0
-        self.expected: dict[int, tuple[int, int]] = {}
-        self.collecting: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.micro_batch = 0
+        self.expected: dict[tuple[int, int], tuple[int, int]] = {}
+        self.collecting: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+        # By micro-batch and peer, the number of the last message that was sent.
+        self.last_sent: dict[tuple[int, int], int] = {}
         self.started: list[tuple[tuple[int, ...], int]] = []
         # The reduce-scatter that was started last.
         self.scattered: tuple[tuple[int, ...], int] | None = None
@@ -115,6 +119,10 @@ class Model:
 
     def _step(self, rank: Rank) -> bool:
         instruction: Any = rank.instructions[rank.position]
+        if isinstance(instruction, EnterMicroBatch):
+            if not all(self._out(rank, number) for number in instruction.sent):
+                return False
+            rank.micro_batch = instruction.number
         if not all(self._arrived(rank, slot) for slot in awaited_by(instruction)):
             return False
         if isinstance(instruction, FinishAllReduce):
@@ -146,12 +154,13 @@ class Model:
         if isinstance(instruction, (StartCollective, StartGradientCollective)):
             call = instruction.call
             order = self._issue(rank, call.ranks, (call.kind, call.root, call.dtype))
-            rank.collecting.update(dict.fromkeys(call.slots, (call.ranks, order)))
+            rank.collecting.update({(rank.micro_batch, slot): (call.ranks, order) for slot in call.slots})
         for peer, shape in sent_by(instruction):
+            rank.last_sent[rank.micro_batch, peer] = len(self.sent[rank.number, peer])
             self.sent[rank.number, peer].append(shape)
         for arrival in arrivals_of(instruction):
             messages = self.received[arrival.peer, rank.number]
-            rank.expected[arrival.slot] = (arrival.peer, len(messages))
+            rank.expected[rank.micro_batch, arrival.slot] = (arrival.peer, len(messages))
             messages.append(arrival.shape)
         return True
 
@@ -164,10 +173,19 @@ class Model:
     def _ended(self, group: tuple[int, ...], order: int) -> bool:
         return all(len(self.issued[group, member]) > order for member in group)
 
+    def _out(self, rank: Rank, micro_batch: int) -> bool:
+        """Whether peers have begun to receive all that the rank has sent them in a micro-batch."""
+        return all(
+            len(self.received[rank.number, peer]) > last
+            for (number, peer), last in rank.last_sent.items()
+            if number == micro_batch
+        )
+
     def _arrived(self, rank: Rank, slot: int) -> bool:
-        if slot in rank.collecting:
-            return self._ended(*rank.collecting[slot])
-        peer, place = rank.expected[slot]
+        key = rank.micro_batch, slot
+        if key in rank.collecting:
+            return self._ended(*rank.collecting[key])
+        peer, place = rank.expected[key]
         return len(self.sent[peer, rank.number]) > place
 
     def started_by(self, rank: int) -> list[tuple[tuple[int, ...], int]]:
@@ -194,6 +212,32 @@ def test_messages_match_and_nothing_deadlocks(name: str, devices: int) -> None:
         assert model.sent == model.received
         assert model.groups_agree()
         assert {group for group, _ in model.issued} <= set(plan.device_groups)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "dropped"])
+@pytest.mark.parametrize("schedule", Schedule)
+def test_messages_of_all_micro_batches_match_and_nothing_deadlocks(name: str, schedule: Schedule) -> None:
+    """Of actors the order that uses all their credits, which is a program's; others they find as they go."""
+    graph, crossed = graph_of(name, batch_size=3), 0
+    for seed in range(8):
+        if schedule is Schedule.INTERLEAVED:
+            groups = [[[0], [1]], [[0], [1], [2]]][seed % 2]
+            strategy = staged(graph, groups, 2, seed, split=False)
+            count = 2 * len(groups)
+        else:
+            groups = [[[0], [1]], [[0, 1], [2, 3]], [[0], [1, 2, 3]], [[0, 1, 2, 3]]][seed % 4]
+            strategy = staged(graph, groups, 1, seed)
+            count = 2 + seed % 4
+        gradients = (GradientSums.LAST, GradientSums.EACH)[seed // 4]
+        strategy = replace(strategy, micro_batches=MicroBatches(count, schedule, gradients=gradients))
+        devices = strategy.device_count
+        plan = build_plan(graph, strategy, (0,) * devices, bucket_bytes=200)
+        model = Model([compile_program(plan, rank, CPU) for rank in range(devices)])
+        assert model.run(), f"seed {seed}: a rank waits for ever"
+        assert model.sent == model.received
+        assert model.groups_agree()
+        crossed += sum(len(messages) for messages in model.sent.values())
+    assert crossed
 
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "blocked"])
