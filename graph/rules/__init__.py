@@ -24,6 +24,7 @@ __all__ = [
     "backward_flops",
     "bytes_moved",
     "call_of",
+    "cost_class",
     "first_call",
     "flops",
     "index_bounds",

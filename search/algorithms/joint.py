@@ -212,6 +212,7 @@ class JointChain:
             self.at = target
 
 
+@frozen_heap()
 def walk_jointly(
     rewritings: Rewritings,
     start: JointStart,
@@ -264,7 +265,6 @@ def walk_jointly(
     )
 
 
-@frozen_heap()
 def _walk(joint: JointChain, deadline: float, observer: Observer | None) -> None:
     """Let the chain make its proposals, unless the time is up before."""
     chain = joint.chain
@@ -278,6 +278,7 @@ def _forget(proposal: Proposal) -> None:
     """Record nothing of a proposal."""
 
 
+@frozen_heap()
 def search_jointly(
     rewritings: Rewritings,
     known: Sequence[Strategy],

@@ -12,6 +12,7 @@ import numpy as np
 
 from graph.collectives import SUMMABLE
 from graph.operators import OperatorGraph
+from graph.rules import cost_class
 from search.kernels.fragment_table import FragmentSubjects
 from search.simulate.arrays import csr, operator_values, static_values
 from search.simulate.regions import Regions
@@ -66,19 +67,12 @@ class FragmentClasses:
 
         operators = [
             number(
-                repr(
-                    (
-                        operator.target,
-                        operator.arguments,
-                        graph.input_specs(operator),
-                        graph.output_specs(operator),
-                        graph.gradient_inputs(operator),
-                        graph.has_backward(operator),
-                        operator.space,
-                        graph.summed_slots[index],
-                        graph.rereads_weights[index],
-                        kept,
-                    )
+                (
+                    cost_class(graph, operator),
+                    graph.gradient_inputs(operator),
+                    graph.has_backward(operator),
+                    graph.summed_slots[index],
+                    kept,
                 )
             )
             for index, (operator, kept) in enumerate(zip(graph.operators, kept_outputs(graph), strict=True))

@@ -32,10 +32,10 @@ from app.services.search.search import (
     search_setting,
 )
 from app.services.search.start_strategies import start_of
-from graph.errors import UsageError
+from graph.errors import StrategyError, UsageError
 from graph.operators import OperatorGraph
 from graph.rules import whole_call
-from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, compatible, matches, rewritten
+from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, matches, rewritten
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.joint import JointResult, search_jointly
@@ -177,10 +177,10 @@ def rewritings_of(
     """
 
     def problem(rewriting: Rewriting) -> Problem | None:
-        substitutions = _chosen(moves, rewriting)
-        if not compatible(imported.graph, substitutions):
-            return None
-        graph = rewritten(imported.graph, substitutions)
+        try:
+            graph = rewritten(imported.graph, _chosen(moves, rewriting))
+        except StrategyError:
+            return None  # moves that exclude each other
         if prepare is not None:
             prepare(graph)
         return replace(imported, graph=graph, builder=None)
