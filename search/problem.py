@@ -28,7 +28,7 @@ from search.cost.calls_to_profile import LocalCalls, rule_calls
 from search.cost.collective_cost import CollectivePrice
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
-from search.kernels.exchange import exchange_by_part, exchange_ns
+from search.kernels.exchange import exchange_by_part, exchanges_ns
 from search.kernels.fragments import OPERATOR_WORDS, TASK, TASK_WORDS
 from search.simulate.fragment_cache import UnitStore
 from search.simulate.fragment_classes import ValueClass
@@ -307,34 +307,32 @@ class Tables:
         # With other readers of the value some exchanges are another collective, or part of one.
         sure = len(store.classes.values[edge.value].readers) == 1 or self.problem.device_count < 3
         link_ns = np.zeros(len(self.problem.topology.links), np.int64)
-        devices = self.problem.device_count
         of = self._single_class(number)
+        generation, reading = -1, np.empty((0, 2), np.int64)
+        ns_C2 = np.empty((len(reader), 2), np.int64)
         for row, made_by in enumerate(producer):
-            for column, read_by in enumerate(reader):
-                store.make_room()
-                at = store.derive_value(of, made_by, [read_by])
-                resource_sets = store.resource_sets.arrays()
-                arguments = (
+            store.make_room()
+            if store.generation != generation:
+                generation, reading = store.generation, store.ports(of.readers[0], reader)
+            made = np.broadcast_to(store.ports(of.producer, [made_by]), reading.shape)
+            at_C = store.derive_values(of, np.concatenate([made, reading], axis=1))
+            sets = store.resource_sets.arrays()
+            exchanges_ns(
+                store.arena, at_C, sets.resource_ptr, sets.resource, self.problem.device_count, link_ns, ns_C2
+            )
+            alone[row] = ns_C2.sum(axis=1) if edge.gradient else ns_C2[:, 0]
+            if there is None or back is None:
+                continue
+            for column, (at, read_by) in enumerate(zip(at_C.tolist(), reader, strict=True)):
+                exchange_by_part(
                     store.arena,
                     at,
-                    resource_sets.resource_ptr,
-                    resource_sets.resource,
-                    devices,
-                    link_ns,
+                    made_by.degrees[-1],
+                    read_by.degrees[-1],
+                    int(sure),
+                    there[row, column],
+                    back[row, column],
                 )
-                alone[row, column] = exchange_ns(*arguments, 0)
-                if edge.gradient:
-                    alone[row, column] += exchange_ns(*arguments, 1)
-                if there is not None and back is not None:
-                    exchange_by_part(
-                        store.arena,
-                        at,
-                        made_by.degrees[-1],
-                        read_by.degrees[-1],
-                        int(sure),
-                        there[row, column],
-                        back[row, column],
-                    )
         return alone, there, back
 
     def _single_class(self, number: int) -> ValueClass:

@@ -24,20 +24,19 @@ from graph.errors import StrategyError, UsageError
 from graph.strategy import Strategy
 from search.algorithms.backtracking import Evaluated, backtrack
 from search.algorithms.chain import TURN, Chain, ChainResult, SearchOptions, start_chain
-from search.algorithms.optcnn import default_space, least_additive
+from search.algorithms.optcnn import least_additive, small_tables
 from search.algorithms.proposal_log import Observer, Proposal
 from search.algorithms.rewritings import Rewriting, Rewritings, RewrittenGraph
 from search.orders import Order
 from search.outcome import Outcome
 from search.parallel.gc_pause import frozen_heap
-from search.problem import Tables
 from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
 
 # Rewritings that are evaluated before the walk.
 BUDGET = 20
-# Pairs of configurations, times devices, beyond which OptCNN's program takes longer than the walk is worth.
-MOST_PAIRS = 1_500_000
+# Pairs of configurations beyond which OptCNN's program takes longer than the walk is worth.
+MOST_PAIRS = 300_000
 # Proposals that apply or revert a move, and those of them that change configurations too.
 SHARE, TOGETHER = 0.05, 0.5
 
@@ -74,10 +73,10 @@ class RewritingCosts:
     """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
 
     Those are known strategies for the graph as imported, and that of OptCNN's dynamic program for the graph that is
-    best on one device, where its tables are small, both carried over; data parallelism; one device. The program's cost
-    is additive; the simulator knows what overlaps, and has the last word. `best`: of those asked for so far, the best
-    strategy and its outcome. `best_alone`: the rewriting that is best on one device. After the deadline, of
-    `time.monotonic`, no more moves are tried for it, and no dynamic program is begun.
+    best on one device, in a space of at most `MOST_PAIRS`, both carried over; data parallelism; one device. The
+    program's cost is additive; the simulator knows what overlaps, and has the last word. `best`: of those asked for so
+    far, the best strategy and its outcome. `best_alone`: the rewriting that is best on one device. After the deadline,
+    of `time.monotonic`, no more moves are tried for it, and no dynamic program is begun.
 
     Raises:
         CostError: a local call has no cost.
@@ -97,11 +96,10 @@ class RewritingCosts:
         self.best_alone = self._best_alone(deadline)
         rewritten = rewritings.graph(self.best_alone)
         assert rewritten is not None, "it was simulated"
-        problem = rewritten.problem
-        tables = Tables(problem, default_space(problem))
-        if tables.pair_count * problem.device_count <= MOST_PAIRS and time.monotonic() < deadline:
+        tables = small_tables(rewritten.problem, MOST_PAIRS) if time.monotonic() < deadline else None
+        if tables is not None and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
-                self._known.append((least_additive(tables).strategy, problem.graph))
+                self._known.append((least_additive(tables).strategy, rewritten.graph))
 
     @property
     def cheapest(self) -> Rewriting:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 # Configurations of a group up to which the whole space is taken.
 MOST_WHOLE = 64
+# Fewer are seldom those that go well together: of 8 none was worth having on 48 devices.
+LEAST_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +81,35 @@ def default_space(problem: Problem) -> Space:
     heads = [graph.operators[group.head] for group in find_groups(graph)]
     if all(count_contiguous(head, count) <= MOST_WHOLE for head in heads):
         return smallest_space(graph, count, MOST_WHOLE)
-    space = leading_space(graph, count)
-    if all(len(choices) <= MOST_WHOLE for choices in space.choices):
+    return cheapest_of(Tables(problem, leading_space(graph, count)), MOST_WHOLE)
+
+
+def small_tables(problem: Problem, most_pairs: int) -> Tables | None:
+    """Return the tables of the default space, of which groups keep the fewer the more pairs of configurations it has.
+
+    Groups keep half as many, as often as it takes, but no fewer than `LEAST_KEPT`: beyond that none are returned.
+    """
+    tables = Tables(problem, default_space(problem))
+    most = MOST_WHOLE
+    while tables.pair_count > most_pairs:
+        most //= 2
+        if most < LEAST_KEPT:
+            return None
+        tables = Tables(problem, cheapest_of(tables, most))
+    return tables
+
+
+def cheapest_of(tables: Tables, most: int) -> Space:
+    """Return a space in which each group keeps so many of its configurations: those that cost least by themselves."""
+    space = tables.space
+    if all(len(choices) <= most for choices in space.choices):
         return space
-    tables = Tables(problem, space)
-    cheapest = _of_groups(tables, lambda group: _cheapest(tables, group))
+    cheapest = _of_groups(tables, lambda group: _cheapest(tables, group, most))
     kept = [
         tuple(choices[number] for number in numbers)
         for choices, numbers in zip(space.choices, cheapest, strict=True)
     ]
-    return Space(graph, count, space.groups, tuple(kept), f"{space.name}, {MOST_WHOLE} a group", whole=False)
+    return replace(space, choices=tuple(kept), name=f"{space.name}, {most} a group", whole=False)
 
 
 def factors(tables: Tables) -> list[CostFunction]:
@@ -132,8 +153,8 @@ def _own_ns(tables: Tables, group_index: int) -> Array:
     return total
 
 
-def _cheapest(tables: Tables, group_index: int) -> list[int]:
-    """Return the `MOST_WHOLE` choices of a group that cost least by themselves, of equals the first ones, ascending.
+def _cheapest(tables: Tables, group_index: int, most: int) -> list[int]:
+    """Return so many choices of a group that cost least by themselves, of equals the first ones, ascending.
 
     What the weights and the head's first task cost is a bound: where it is too much already, no other task is asked
     for.
@@ -143,11 +164,11 @@ def _cheapest(tables: Tables, group_index: int) -> list[int]:
     bounds_ns = weights_ns + tables.first_ns(operators[0])
     kept: list[tuple[int, int]] = []
     for number in np.argsort(bounds_ns, kind="stable").tolist():
-        if len(kept) == MOST_WHOLE and bounds_ns[number] > kept[-1][0]:
+        if len(kept) == most and bounds_ns[number] > kept[-1][0]:
             break
         own_ns = int(weights_ns[number]) + sum(tables.longest_ns(operator, number) for operator in operators)
         insort(kept, (own_ns, number))
-        del kept[MOST_WHOLE:]
+        del kept[most:]
     return sorted(number for _, number in kept)
 
 

@@ -22,7 +22,7 @@ from graph.schedule import GradientSums
 from graph.strategy import Configuration
 from graph.synchronization import BUCKET_BYTES
 from search.bounds.stage_division import Array, StageCosts, StageOption, StageTable
-from search.kernels.exchange import exchange_ns
+from search.kernels.exchange import exchanges_ns
 from search.kernels.fragments import ASSEMBLY, ASSEMBLY_WORDS, VALUE, VALUE_WORDS
 from search.problem import Problem
 from search.simulate.arrays import static_values
@@ -303,11 +303,20 @@ class PipelineCosts:
             sets = store.resource_sets.arrays()
             topology = self.problem.topology
             link_ns = np.zeros(len(topology.links), np.int64)
-            arguments = (store.arena, at, sets.resource_ptr, sets.resource, len(topology.devices), link_ns)
-            self._exchanges[key] = exchange_ns(*arguments, 0), 0, 0
-            if is_back:
-                copied = self._copied_bytes(at)
-                self._exchanges[key] = exchange_ns(*arguments, 0), exchange_ns(*arguments, 1), copied
+            ns_12 = np.empty((1, 2), np.int64)
+            exchanges_ns(
+                store.arena,
+                np.array([at]),
+                sets.resource_ptr,
+                sets.resource,
+                len(topology.devices),
+                link_ns,
+                ns_12,
+            )
+            there_ns, back_ns = ns_12[0].tolist()
+            self._exchanges[key] = (
+                (there_ns, back_ns, self._copied_bytes(at)) if is_back else (there_ns, 0, 0)
+            )
         return self._exchanges[key]
 
     def _copied_bytes(self, at: int) -> int:

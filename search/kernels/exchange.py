@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.cache import entry, inner, inner_with_arrays, quick_entry
 from search.kernels.collective_formulas import curve_s
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
@@ -491,7 +491,25 @@ def transfer_ns(links: ExchangeLinks, pair: int, size_bytes: int) -> int:
     return int((links.latency_s_DD[pair] + size_bytes / links.bandwidth_DD[pair]) * 1e9 + 0.5)
 
 
-@entry
+@quick_entry
+def exchanges_ns(
+    arena: Array,
+    at_N: Array,
+    resource_ptr: Array,
+    resource: Array,
+    devices: int,
+    link_ns: Array,
+    ns_N2: Array,
+) -> None:
+    """Write what exchanges of values take by themselves, forward and back, see `exchange_ns`. link_ns: scratch."""
+    for number in range(len(at_N)):
+        for back in range(2):
+            ns_N2[number, back] = exchange_ns(
+                arena, at_N[number], resource_ptr, resource, devices, link_ns, back
+            )
+
+
+@inner
 def exchange_ns(
     arena: Array, at: int, resource_ptr: Array, resource: Array, devices: int, link_ns: Array, back: int
 ) -> int:

@@ -46,6 +46,16 @@ class FragmentSources(NamedTuple):
     unknown_N3: Array
 
 
+class ValueSources(NamedTuple):
+    """What fragments of one value are derived from, beside configurations; see `FragmentSources`."""
+
+    words: Array
+    common_K3: Array
+    links: ExchangeLinks
+    item_bytes: int
+    summable: int
+
+
 @entry
 def write_fragments(
     subjects: FragmentSubjects,
@@ -82,6 +92,44 @@ def write_fragments(
         else:
             keys.at_S[subject] = at
     return left
+
+
+@entry
+def write_values(
+    arena: Array,
+    sources: ValueSources,
+    ports_NP: Array,
+    listed: CollectiveList,
+    at_N: Array,
+    state: Array,
+) -> None:
+    """Write fragments of a value, each under other configurations, until the arena is too short or the list full.
+
+    ports_NP: as `write_value` has them, of each. at_N: where each starts.
+    state: where the arena's fragments end; how many stand, those before included; words that the arena must have, 0
+    where the list is full or all stand.
+    """
+    state[2] = 0
+    while state[1] < len(ports_NP):
+        ports, at = ports_NP[state[1]], state[0]
+        size = write_value(
+            arena,
+            at,
+            sources.words,
+            sources.common_K3,
+            ports,
+            sources.links,
+            sources.item_bytes,
+            sources.summable,
+        )
+        if size < 0:
+            state[2] = at - size
+            return
+        if not list_collectives(arena, at, sources.words, ports[1], listed):
+            return
+        at_N[state[1]] = at
+        state[0] = at + size
+        state[1] += 1
 
 
 @inner_with_arrays

@@ -24,7 +24,7 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.collective_list import CollectiveList, list_collectives
+from search.kernels.collective_list import CollectiveList
 from search.kernels.fragment_table import FragmentKeys, FragmentTable, fill_slots, find_fragments
 from search.kernels.fragment_writing import (
     COST_WORDS,
@@ -33,7 +33,9 @@ from search.kernels.fragment_writing import (
     HOLDERS,
     SUMS,
     FragmentSources,
+    ValueSources,
     write_fragments,
+    write_values,
 )
 from search.kernels.fragments import (
     CELL,
@@ -45,7 +47,6 @@ from search.kernels.fragments import (
     VALUE_WORDS,
 )
 from search.kernels.records import ExchangeLinks
-from search.kernels.regions import write_value
 from search.simulate.arrays import GrowingArray, ResourceSetStore, graph_arrays, message_curves
 from search.simulate.call_costs import TaskCosts
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
@@ -368,29 +369,43 @@ class UnitStore:
 
     def derive_value(self, of: ValueClass, made_by: Configuration, read_by: Sequence[Configuration]) -> int:
         """Write the fragment of a value; return where it starts."""
-        regions, ports = self._regions, []
-        for port, configuration in zip((of.producer, *of.readers), (made_by, *read_by), strict=True):
-            ports.append(regions.side(port.number, configuration.degrees))
-            # The number first: a new configuration may have the array grow elsewhere.
+        pairs = zip((of.producer, *of.readers), (made_by, *read_by), strict=True)
+        ports = [self.ports(port, [configuration]) for port, configuration in pairs]
+        return int(self.derive_values(of, np.concatenate(ports, axis=1))[0])
+
+    def ports(self, port: Port, configurations: Sequence[Configuration]) -> IntArray:
+        """Return, of each configuration, where an operand's side and the devices of its tasks are (N, 2).
+
+        They are valid within a generation.
+        """
+        ports = []
+        for configuration in configurations:
             number = self.configuration_number(configuration)
-            ports.append(self._devices_at.items[number])
-        arguments = (
-            regions.words.items,
-            regions.common_K3,
-            np.array(ports, np.int64),
+            ports.append(
+                (self._regions.side(port.number, configuration.degrees), self._devices_at.items[number])
+            )
+        return np.array(ports, np.int64)
+
+    def derive_values(self, of: ValueClass, ports_NP: IntArray) -> IntArray:
+        """Write the fragments of a value, each under other configurations; return where each starts.
+
+        ports_NP: of each, `ports` of the producer and of every reading, beside each other.
+        """
+        sources = ValueSources(
+            self._regions.words.items,
+            self._regions.common_K3,
             self._exchange_links,
             of.item_bytes,
             int(of.summable),
         )
-        words = write_value(self.arena, self._end, *arguments)
-        if words < 0:
-            self._grow(self._end - words)
-            words = write_value(self.arena, self._end, *arguments)
-        at = self._reserve(words)
-        devices_at = self._devices_at.items[self.configuration_number(made_by)]
-        list_collectives(self.arena, at, regions.words.items, devices_at, self._listed)
-        self._price_collectives()
-        return at
+        at_N = np.zeros(len(ports_NP), np.int64)
+        state = np.array([self._end, 0, 0], np.int64)
+        while state[1] < len(at_N):
+            write_values(self.arena, sources, ports_NP, self._listed, at_N, state)
+            self._end = int(state[0])
+            self._price_collectives()
+            self._grow(int(state[2]))
+        return at_N
 
     def _form(self, of: StaticClass) -> int:
         """Return whether kernels write a static tensor: one operator reads it, and regions of weights are apart."""

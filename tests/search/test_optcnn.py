@@ -18,7 +18,7 @@ from graph.plan import consumers_of
 from graph.strategy import Strategy
 from graph.training import Training
 from graph.weight_placement import cells, held_regions
-from search.algorithms.optcnn import MOST_WHOLE, default_space, factors, optcnn
+from search.algorithms.optcnn import MOST_WHOLE, default_space, factors, optcnn, small_tables
 from search.bounds.elimination import CostFunction, TooWide, minimize, smallest
 from search.cost.cost_table import CostTable, nanoseconds
 from search.cost.link_costs import LinkCosts
@@ -227,6 +227,21 @@ def test_a_group_of_too_many_choices_keeps_those_that_cost_least_by_themselves()
         assert kept.choices[number] == tuple(every.choices[number][choice] for choice in sorted(cheapest))
         too_many += len(costs) > MOST_WHOLE
     assert too_many
+
+
+def test_tables_of_too_many_pairs_are_those_of_fewer_configurations_a_group() -> None:
+    one = larger(branches(), 48)
+    whole = small_tables(one, 1 << 20)
+    assert whole is not None
+    assert whole.space.choices == default_space(one).choices
+    small = small_tables(one, whole.pair_count // 3)
+    assert small is not None
+    assert small.pair_count <= whole.pair_count // 3
+    assert max(len(choices) for choices in small.space.choices) == MOST_WHOLE // 2
+    assert all(
+        set(few) <= set(many) for few, many in zip(small.space.choices, whole.space.choices, strict=True)
+    )
+    assert small_tables(one, whole.pair_count // 1000) is None
 
 
 @pytest.mark.parametrize("count", [6, 8, 12])
