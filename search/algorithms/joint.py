@@ -72,11 +72,11 @@ class JointResult:
 class RewritingCosts:
     """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
 
-    Those are known strategies for the graph as imported, and that of OptCNN's dynamic program for the graph that is
-    best on one device, in a space of at most `MOST_PAIRS`, both carried over; data parallelism; one device. The
-    program's cost is additive; the simulator knows what overlaps, and has the last word. `best`: of those asked for so
-    far, the best strategy and its outcome. `best_alone`: the rewriting that is best on one device. After the deadline,
-    of `time.monotonic`, no more moves are tried for it, and no dynamic program is begun.
+    Those are known strategies for the graph as imported and that of OptCNN's dynamic program for it, in a space of at
+    most `MOST_PAIRS`, carried over; data parallelism; one device. The program's cost is additive; the simulator knows
+    what overlaps, and has the last word. `best`: of those asked for so far, the best strategy and its outcome.
+    `best_alone`: the rewriting that is best on one device. After the deadline, of `time.monotonic`, no more moves are
+    tried for it, and no dynamic program is begun.
 
     Raises:
         CostError: a local call has no cost.
@@ -94,12 +94,11 @@ class RewritingCosts:
         self.best: dict[Rewriting, tuple[Outcome, Strategy]] = {}
         self._known = [(strategy, rewritings.imported.graph) for strategy in known]
         self.best_alone = self._best_alone(deadline)
-        rewritten = rewritings.graph(self.best_alone)
-        assert rewritten is not None, "it was simulated"
-        tables = small_tables(rewritten.problem, MOST_PAIRS) if time.monotonic() < deadline else None
+        imported = rewritings.imported.problem
+        tables = small_tables(imported, MOST_PAIRS) if time.monotonic() < deadline else None
         if tables is not None and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
-                self._known.append((least_additive(tables).strategy, rewritten.graph))
+                self._known.append((least_additive(tables).strategy, imported.graph))
 
     @property
     def cheapest(self) -> Rewriting:

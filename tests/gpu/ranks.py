@@ -12,7 +12,7 @@ from typing import Any
 from profiler.pinning import end_with_parent
 from profiler.processes import starting_processes
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 # What a rank does: its number, how many there are, and the path of a file through which they meet.
 Body = Callable[[int, int, str], Any]
