@@ -72,7 +72,7 @@ class LocalCall:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: all but the hash, since texts have another one in another process."""
+        """Return the attributes to pickle: all but the hash, since texts hash otherwise in another process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @cached_property

@@ -28,7 +28,7 @@ from search.cost.calls_to_profile import LocalCalls, rule_calls
 from search.cost.collective_cost import CollectivePrice
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
-from search.kernels.exchange import exchange_by_part, exchanges_ns
+from search.kernels.exchange import exchange_by_part
 from search.kernels.fragments import OPERATOR_WORDS, TASK, TASK_WORDS
 from search.simulate.fragment_cache import UnitStore
 from search.simulate.fragment_classes import ValueClass
@@ -93,14 +93,12 @@ class OperatorTable:
 
     forward_ns_CP, backward_ns_CP: of every part, that of its fastest replica; NEVER for padding.
     load_ns_CD: what the forward of all tasks takes on each device.
-    longest_ns_C: the slowest forward and the slowest backward together.
     parts_C: how many.
     """
 
     forward_ns_CP: Array
     backward_ns_CP: Array
     load_ns_CD: Array
-    longest_ns_C: Array
     parts_C: Array
 
 
@@ -159,7 +157,7 @@ class Tables:
         self._edge_tables: dict[tuple[object, ...], tuple[Array, Array | None, Array | None]] = {}
         self._operator_tables: dict[tuple[object, ...], OperatorTable] = {}
         self._kinds = [device.kind_name for device in problem.topology.devices]
-        self._longest_ns: dict[tuple[int, int, int], int] = {}
+        self._longest_ns: dict[tuple[int, Configuration], int] = {}
         self._price_of: dict[tuple[int, ...], CollectivePrice] = {}
 
     def configurations(self, operator: int) -> Sequence[Configuration]:
@@ -179,7 +177,7 @@ class Tables:
         return table
 
     def _operator_class(self, operator: int) -> tuple[int, int]:
-        """Return what the table of an operator depends on: equal ones have equal tables."""
+        """Return the class of an operator and of its configurations: equal ones have equal tables."""
         return self._store.classes.operators[operator], self._list_of[operator]
 
     def _make_operator(self, operator: int, configurations: Sequence[Configuration]) -> OperatorTable:
@@ -187,12 +185,11 @@ class Tables:
         shape = (len(configurations), most)
         forward, backward = np.full(shape, NEVER, np.int64), np.full(shape, NEVER, np.int64)
         load = np.zeros((len(configurations), self.problem.device_count), np.int64)
-        longest = np.zeros(len(configurations), np.int64)
         made: dict[Configuration, int] = {}
         for number, configuration in enumerate(configurations):
             if configuration in made:
                 same = made[configuration]
-                for array in (forward, backward, load, longest):
+                for array in (forward, backward, load):
                     array[number] = array[same]
                 continue
             made[configuration] = number
@@ -202,17 +199,17 @@ class Tables:
             forward[number, :parts] = forward_ns.reshape(parts, -1).min(axis=1)
             backward[number, :parts] = backward_ns.reshape(parts, -1).min(axis=1)
             np.add.at(load[number], rows["device"], forward_ns)
-            longest[number] = forward_ns.max() + backward_ns.max()
         return OperatorTable(
             forward,
             backward,
             load,
-            longest,
             np.array([tasks(configuration.degrees[:-1]) for configuration in configurations], np.int64),
         )
 
     def first_ns(self, operator: int) -> Array:
-        """Return what the first task takes under each choice: no more than `longest_ns_C`, and made sooner.
+        """Return the nanoseconds of the first task, forward and backward, under each choice of an operator.
+
+        They are no more than `longest_ns`, and made sooner.
 
         Raises:
             CostError: a local call has no cost.
@@ -230,15 +227,16 @@ class Tables:
         return first_ns
 
     def longest_ns(self, operator: int, number: int) -> int:
-        """Return one entry of an operator's `longest_ns_C`, without a table.
+        """Return the nanoseconds of the slowest forward and of the slowest backward under a choice of an operator.
 
         Raises:
             CostError: a local call has no cost.
         """
-        key = *self._operator_class(operator), number
+        configuration = self._configurations[operator][number]
+        key = self._store.classes.operators[operator], configuration
         longest_ns = self._longest_ns.get(key)
         if longest_ns is None:
-            rows = self._tasks(operator, self._configurations[operator][number])
+            rows = self._tasks(operator, configuration)
             longest_ns = self._longest_ns[key] = int(rows["forward_ns"].max() + rows["backward_ns"].max())
         return longest_ns
 
@@ -306,20 +304,15 @@ class Tables:
             back = np.full((*shape[:2], shape[3], shape[2]), NEVER, np.int64)
         # With other readers of the value some exchanges are another collective, or part of one.
         sure = len(store.classes.values[edge.value].readers) == 1 or self.problem.device_count < 3
-        link_ns = np.zeros(len(self.problem.topology.links), np.int64)
         of = self._single_class(number)
         generation, reading = -1, np.empty((0, 2), np.int64)
-        ns_C2 = np.empty((len(reader), 2), np.int64)
         for row, made_by in enumerate(producer):
             store.make_room()
             if store.generation != generation:
                 generation, reading = store.generation, store.ports(of.readers[0], reader)
             made = np.broadcast_to(store.ports(of.producer, [made_by]), reading.shape)
             at_C = store.derive_values(of, np.concatenate([made, reading], axis=1))
-            sets = store.resource_sets.arrays()
-            exchanges_ns(
-                store.arena, at_C, sets.resource_ptr, sets.resource, self.problem.device_count, link_ns, ns_C2
-            )
+            ns_C2 = store.exchanges_ns(at_C)
             alone[row] = ns_C2.sum(axis=1) if edge.gradient else ns_C2[:, 0]
             if there is None or back is None:
                 continue

@@ -110,12 +110,13 @@ def _launch(
         # reads it, so that the processes would start one after another, and a signal meanwhile would cut it short.
         file = Path(folder) / "job"
         file.write_bytes(pickle.dumps(job.without_caches()))
-        result: JobResult | None = call_on_ranks(len(devices), _work, (file, devices, device_type, timeout_s))
-    return result
+        results = call_on_ranks(len(devices), _work, (file, devices, device_type, timeout_s))
+    first: JobResult | None = results[0]
+    return first
 
 
-def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function in processes that torchrun's launcher starts on this machine; return what rank 0 returned.
+def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    """Call a function in processes that torchrun's launcher starts on this machine; return what each returned, by rank.
 
     Args:
         count: of processes.
@@ -165,7 +166,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
             raise SystemExit(128 + error.sigval) from error
-    return results[0]
+    return [results[rank] for rank in range(count)]
 
 
 def _explain(error: ChildFailedError) -> str:

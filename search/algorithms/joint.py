@@ -36,7 +36,7 @@ from search.space.carried import carried
 # Rewritings that are evaluated before the walk.
 BUDGET = 20
 # Pairs of configurations beyond which OptCNN's program takes longer than the walk is worth.
-MOST_PAIRS = 300_000
+MOST_TABULATED = 300_000
 # Proposals that apply or revert a move, and those of them that change configurations too.
 SHARE, TOGETHER = 0.05, 0.5
 
@@ -72,9 +72,9 @@ class JointResult:
 class RewritingCosts:
     """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
 
-    Those are known strategies for the graph as imported and that of OptCNN's dynamic program for it, in a space of at
-    most `MOST_PAIRS`, carried over; data parallelism; one device. The program's cost is additive; the simulator knows
-    what overlaps, and has the last word. `best`: of those asked for so far, the best strategy and its outcome.
+    Those are known strategies for the graph as imported and that of OptCNN's dynamic program for it, of at most
+    `MOST_TABULATED` pairs, carried over; data parallelism; one device. The program's cost is additive; the simulator
+    knows what overlaps, and has the last word. `best`: of those asked for so far, the best strategy and its outcome.
     `best_alone`: the rewriting that is best on one device. After the deadline, of `time.monotonic`, no more moves are
     tried for it, and no dynamic program is begun.
 
@@ -95,7 +95,7 @@ class RewritingCosts:
         self._known = [(strategy, rewritings.imported.graph) for strategy in known]
         self.best_alone = self._best_alone(deadline)
         imported = rewritings.imported.problem
-        tables = small_tables(imported, MOST_PAIRS) if time.monotonic() < deadline else None
+        tables = small_tables(imported, MOST_TABULATED) if time.monotonic() < deadline else None
         if tables is not None and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
                 self._known.append((least_additive(tables).strategy, imported.graph))

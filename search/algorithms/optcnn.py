@@ -100,7 +100,7 @@ def small_tables(problem: Problem, most_pairs: int) -> Tables | None:
 
 
 def cheapest_of(tables: Tables, most: int) -> Space:
-    """Return a space in which each group keeps so many of its configurations: those that cost least by themselves."""
+    """Return a space of the `most` configurations of each group that cost least by themselves, of equals the first."""
     space = tables.space
     if all(len(choices) <= most for choices in space.choices):
         return space
@@ -134,7 +134,7 @@ def factors(tables: Tables) -> list[CostFunction]:
 
 
 def _of_groups(tables: Tables, of_group: Callable[[int], T]) -> list[T]:
-    """Return something of every group, made once for those whose choices cost the same by themselves."""
+    """Return the result of `of_group` for every group, made once for those whose choices cost the same."""
     made: dict[tuple[object, ...], T] = {}
     of_groups = []
     for group in range(len(tables.space.groups)):
@@ -149,12 +149,12 @@ def _own_ns(tables: Tables, group_index: int) -> Array:
     """Return the cost of each choice of a group, without exchanges, in nanoseconds."""
     total = _weights_ns(tables, group_index)
     for operator in tables.space.groups[group_index].operators:
-        total += tables.operator(operator).longest_ns_C
+        total += [tables.longest_ns(operator, number) for number in range(len(total))]
     return total
 
 
 def _cheapest(tables: Tables, group_index: int, most: int) -> list[int]:
-    """Return so many choices of a group that cost least by themselves, of equals the first ones, ascending.
+    """Return the numbers of the `most` choices of a group that cost least by themselves, ascending.
 
     What the weights and the head's first task cost is a bound: where it is too much already, no other task is asked
     for.
@@ -173,7 +173,7 @@ def _cheapest(tables: Tables, group_index: int, most: int) -> list[int]:
 
 
 def _weights_ns(tables: Tables, group_index: int) -> Array:
-    """Return what all-reduces and updates of the weights of a group take under each choice, in nanoseconds."""
+    """Return the nanoseconds of all-reduces and updates of the weights of a group under each of its choices."""
     space = tables.space
     group = space.groups[group_index]
     total: Array = np.zeros(len(space.choices[group_index]), np.int64)

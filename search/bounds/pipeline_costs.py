@@ -22,7 +22,6 @@ from graph.schedule import GradientSums
 from graph.strategy import Configuration
 from graph.synchronization import BUCKET_BYTES
 from search.bounds.stage_division import Array, StageCosts, StageOption, StageTable
-from search.kernels.exchange import exchanges_ns
 from search.kernels.fragments import ASSEMBLY, ASSEMBLY_WORDS, VALUE, VALUE_WORDS
 from search.problem import Problem
 from search.simulate.arrays import static_values
@@ -300,20 +299,7 @@ class PipelineCosts:
         if key not in self._exchanges:
             store.make_room()
             at = store.derive_value(of, made_by, read_by)
-            sets = store.resource_sets.arrays()
-            topology = self.problem.topology
-            link_ns = np.zeros(len(topology.links), np.int64)
-            ns_12 = np.empty((1, 2), np.int64)
-            exchanges_ns(
-                store.arena,
-                np.array([at]),
-                sets.resource_ptr,
-                sets.resource,
-                len(topology.devices),
-                link_ns,
-                ns_12,
-            )
-            there_ns, back_ns = ns_12[0].tolist()
+            there_ns, back_ns = store.exchanges_ns(np.array([at]))[0].tolist()
             self._exchanges[key] = (
                 (there_ns, back_ns, self._copied_bytes(at)) if is_back else (there_ns, 0, 0)
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from search.kernels.cache import inner, quick_entry
+from search.kernels.cache import inner
 from search.kernels.fragments import (
     COLLECTIVE,
     COLLECTIVE_WORDS,
@@ -80,7 +80,7 @@ def has_room(listed: CollectiveList, collectives: int, members: int) -> bool:
     )
 
 
-@quick_entry
+@inner
 def list_collectives(arena: Array, at: int, words: Array, devices_at: int, listed: CollectiveList) -> bool:
     """Append the collectives of a value fragment, forward and back; return False, and nothing, where room lacks.
 

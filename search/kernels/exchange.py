@@ -501,7 +501,7 @@ def exchanges_ns(
     link_ns: Array,
     ns_N2: Array,
 ) -> None:
-    """Write what exchanges of values take by themselves, forward and back, see `exchange_ns`. link_ns: scratch."""
+    """Write the nanoseconds of exchanges of values, forward and back, see `exchange_ns`. link_ns: scratch."""
     for number in range(len(at_N)):
         for back in range(2):
             ns_N2[number, back] = exchange_ns(

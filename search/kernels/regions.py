@@ -19,7 +19,7 @@ from search.kernels.records import Array, ExchangeLinks, Overlaps, Readers, Sour
 SIDE_WORDS = 3
 
 
-@entry
+@inner_with_arrays
 def write_value(
     arena: Array,
     at: int,

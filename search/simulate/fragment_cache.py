@@ -25,6 +25,7 @@ from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.collective_list import CollectiveList
+from search.kernels.exchange import exchanges_ns
 from search.kernels.fragment_table import FragmentKeys, FragmentTable, fill_slots, find_fragments
 from search.kernels.fragment_writing import (
     COST_WORDS,
@@ -406,6 +407,19 @@ class UnitStore:
             self._price_collectives()
             self._grow(int(state[2]))
         return at_N
+
+    def exchanges_ns(self, at_N: IntArray) -> IntArray:
+        """Return the nanoseconds that exchanges of values take by themselves, forward and back (N, 2).
+
+        at_N: where the fragments of the values start.
+        """
+        ns_N2 = np.empty((len(at_N), 2), np.int64)
+        sets = self.resource_sets.arrays()
+        link_ns = np.zeros(len(self.topology.links), np.int64)
+        exchanges_ns(
+            self.arena, at_N, sets.resource_ptr, sets.resource, len(self.topology.devices), link_ns, ns_N2
+        )
+        return ns_N2
 
     def _form(self, of: StaticClass) -> int:
         """Return whether kernels write a static tensor: one operator reads it, and regions of weights are apart."""

@@ -16,6 +16,7 @@ import pytest
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from profiler.pinning import child_variables
+from runtime.launch.torchrun import call_on_ranks
 from search.space import baselines
 from tests.runtime.dtensor_cases import (
     Network,
@@ -28,7 +29,6 @@ from tests.runtime.dtensor_cases import (
     zoo,
 )
 from tests.runtime.dtensor_runner import check_files
-from tests.runtime.spawned import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BERT = zoo("bert-large")
@@ -84,7 +84,7 @@ def torchrun(processes: int, *arguments: str, folder: Path) -> subprocess.Comple
 def check_all(cases: Mapping[str, Case], processes: int, folder: Path) -> None:
     """Write the file of every case and check all of them in one start."""
     files = [write_plan(network, choose, folder / f"{name}.py") for name, (network, choose) in cases.items()]
-    assert run_ranks(check_files, processes, folder, files) == [dict.fromkeys(cases, True)] * processes
+    assert call_on_ranks(processes, check_files, (files,)) == [dict.fromkeys(cases, True)] * processes
 
 
 def test_two_processes_equal_the_module(tmp_path: Path) -> None:

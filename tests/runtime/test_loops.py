@@ -17,8 +17,8 @@ from torch import Tensor
 import runtime
 from graph.errors import ImportFailure, RuntimeFailure
 from graph.importer import import_module
+from runtime.launch.torchrun import call_on_ranks
 from tests.runtime import loops
-from tests.runtime.spawned import run_ranks
 from tests.runtime.strategies import in_turn
 
 Results = dict[tuple[str, str], list[dict[str, Any]]]
@@ -29,9 +29,9 @@ def cases_of(loop: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results() -> Results:
     """Each rank's result of every loop, from one start of two processes."""
-    of_ranks = run_ranks(loops.every_loop, loops.SIZE, tmp_path_factory.mktemp("ranks"))
+    of_ranks = call_on_ranks(loops.SIZE, loops.every_loop, ())
     return {case: [of_rank[case] for of_rank in of_ranks] for case in of_ranks[0]}
 
 

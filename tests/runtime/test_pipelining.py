@@ -13,12 +13,12 @@ from graph.operators import OperatorGraph
 from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Configuration, Strategy
 from runtime.dtensor.writer import PlanOrigin
+from runtime.launch.torchrun import call_on_ranks
 from runtime.pipelining.plan import StagePlan, make_stage_plan
 from runtime.pipelining.writer import source_text
 from tests.quick import few
 from tests.runtime.dtensor_cases import Network, graph_of, own, zoo
 from tests.runtime.dtensor_runner import check_files
-from tests.runtime.spawned import run_ranks
 
 COUNT = 4
 EXPORTED = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
@@ -82,7 +82,7 @@ def test_every_schedule_equals_the_module(name: str, tmp_path: Path) -> None:
         for file in [tmp_path / f"stages_{schedule.value}.py"]
     ]
     expected = dict.fromkeys((file.stem for file in files), True)
-    assert run_ranks(check_files, 2, tmp_path, files) == [expected] * 2
+    assert call_on_ranks(2, check_files, (files,)) == [expected] * 2
 
 
 def refusal(network: Network, strategy: Strategy, graph: OperatorGraph) -> str:

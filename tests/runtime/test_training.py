@@ -20,10 +20,10 @@ from graph.errors import ImportFailure, RuntimeFailure, StrategyError, UsageErro
 from graph.importer import import_module
 from graph.strategy import Sharding, Strategy, strategy_text
 from graph.synchronization import p3
+from runtime.launch.torchrun import call_on_ranks
 from runtime.training.optimizer_state import make_optimizer
 from tests.runtime.models import secretive
 from tests.runtime.oracle import graph_of, reference
-from tests.runtime.spawned import run_ranks
 from tests.runtime.strategies import in_turn, random_strategy
 from tests.runtime.training_cases import Case, mistakes, perceptron, sgd, train, train_all, train_plain
 
@@ -68,23 +68,23 @@ def name_of(case: Case) -> str:
     return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing or 'at random'}{again}"
 
 
-def train_everywhere(cases: dict[int, list[Case]], folders: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+def train_everywhere(cases: dict[int, list[Case]]) -> dict[Case, list[Any]]:
     """Return, for every case, each rank's result; one start of processes a number of them."""
     results: dict[Case, list[Any]] = {}
     for size, of_size in cases.items():
-        of_ranks = run_ranks(train_all, size, folders.mktemp("ranks"), of_size)
+        of_ranks = call_on_ranks(size, train_all, (of_size,))
         results.update(zip(of_size, map(list, zip(*of_ranks, strict=True)), strict=True))
     return results
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
-    return train_everywhere(QUICK, tmp_path_factory)
+def trained() -> dict[Case, list[Any]]:
+    return train_everywhere(QUICK)
 
 
 @pytest.fixture(scope="module")
-def trained_in_full(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
-    return train_everywhere(FULL, tmp_path_factory)
+def trained_in_full() -> dict[Case, list[Any]]:
+    return train_everywhere(FULL)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -133,8 +133,8 @@ def test_one_device_needs_no_process_group(model: str) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(mistakes, 2, tmp_path)
+def test_mistakes_are_one_line_on_every_rank() -> None:
+    first, second = call_on_ranks(2, mistakes, ())
     assert first == second
     expected = {
         "another batch on rank 1": "inputs: input.0 of rank 1 differs from that of rank 0",

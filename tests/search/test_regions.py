@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from graph.axes import operand_regions
 from graph.intervals import IndexSet, count, intersect, normalize
 from graph.operators import OperatorGraph
+from search.kernels.collective_list import CollectiveList
+from search.kernels.fragment_writing import ValueSources, write_values
 from search.kernels.fragments import ASSEMBLY, ASSEMBLY_WORDS, PIECE, PIECE_WORDS, VALUE, VALUE_WORDS
 from search.kernels.records import ExchangeLinks
-from search.kernels.regions import write_value
 from search.simulate.regions import Regions
 from search.space.baselines import random_strategy
 from tests.search.builders import branches, unrolled
@@ -54,7 +55,10 @@ def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: i
     unmeasured = np.zeros((0, 2), np.int64), np.zeros((0, 2))
     no_links = np.zeros(2, np.int64), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
     nowhere = ExchangeLinks(np.zeros(1, np.int64), np.zeros(1), np.ones(1), *unmeasured, *no_links)
-    words = write_value(arena, 0, regions.words.items, regions.common_K3, np.array(ports), nowhere, 4, 0)
+    sources = ValueSources(regions.words.items, regions.common_K3, nowhere, 4, 0)
+    listed = CollectiveList(np.zeros((1, 7), np.int64), *(np.zeros(2, np.int64) for _ in range(4)))
+    state = np.zeros(3, np.int64)
+    write_values(arena, sources, np.array([ports]), listed, np.zeros(1, np.int64), state)
     header = arena[:VALUE_WORDS].view(VALUE)[0]
     pieces_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
     assemblies = arena[VALUE_WORDS:pieces_at].view(ASSEMBLY)
@@ -63,7 +67,8 @@ def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: i
         [(int(piece.source), int(piece.size_bytes)) for piece in pieces[one.first_piece : other.first_piece]]
         for one, other in itertools.pairwise(assemblies)
     ]
-    assert words > 0
+    assert state[0] > 0
+    assert state[1] == 1
     assert found == [
         [
             (group * replicas, 4 * elements)
