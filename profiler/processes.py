@@ -42,7 +42,7 @@ KILL_WAIT_S = 10.0
 HAS_SERVER = sys.platform == "linux"
 
 # What the server imports: all that workers, probes and ranks take. By name, since some stand above this package.
-PRELOADED = (
+PRELOADED: tuple[str, ...] = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.distributed_c10d",
     "torch.fx.experimental.symbolic_shapes",  # torch imports it, with sympy, in a process's first backward

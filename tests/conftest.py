@@ -1,14 +1,19 @@
 """What all tests share: hypothesis profiles, and the skip of CUDA tests where there is no such device."""
 
 import atexit
+import functools
 import gc
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 
 import pytest
+import typer.main
 from hypothesis import HealthCheck, settings
+
+from profiler import processes
 
 # Derandomized: the same cases in every run. No deadline: a shared machine's pauses are no failures.
 settings.register_profile(
@@ -27,6 +32,18 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.mkdtemp(prefix=f"soapstone-{kept.lower()}-")
         os.environ[f"SOAPSTONE_{kept}_DIR"] = folder
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+# What many processes of tests take, and seldom those of a command: torch imports its compiler to export a module, and
+# where one is built without memory.
+processes.PRELOADED += ("torch.export._trace", "torch.distributed.fsdp")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_read_once() -> Iterator[None]:
+    """Let Typer make the commands once: a process has one command, a test many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 def pytest_collection_finish() -> None:
