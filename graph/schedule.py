@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph.actors import Actor, Input, act
@@ -175,13 +175,19 @@ def stages_of(
     """
     if schedule is Schedule.INTERLEAVED:
         return _in_turns(_runs(graph, configurations))
-    positions: dict[int, tuple[int, int]] = {}
+    # Of lists of devices, since many operators have the same.
+    positions: dict[tuple[int, ...], tuple[int, int]] = {}
     for index in graph.order.of_loss:
-        for device in configurations[index].devices:
-            first, _ = positions.get(device, (index, index))
-            positions[device] = (first, index)
+        devices = configurations[index].devices
+        first, _ = positions.get(devices, (index, index))
+        positions[devices] = (first, index)
+    of_devices: dict[int, tuple[int, int]] = {}
+    for devices, (first, last) in positions.items():
+        for device in devices:
+            before = of_devices.get(device, (first, last))
+            of_devices[device] = (min(first, before[0]), max(last, before[1]))
     spans: list[list[int]] = []
-    for first, last in sorted(positions.values()):
+    for first, last in sorted(of_devices.values()):
         if spans and first <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], last)
         else:
@@ -206,13 +212,13 @@ def _with_devices(
     graph: OperatorGraph, configurations: Sequence[Configuration], firsts: Sequence[int]
 ) -> tuple[Stage, ...]:
     bounds = [*firsts, len(graph.operators)]
-    devices: list[set[int]] = [set() for _ in firsts]
+    lists: list[set[tuple[int, ...]]] = [set() for _ in firsts]
     for index in graph.order.of_loss:
         stage = bisect_right(firsts, index) - 1
         if stage >= 0:
-            devices[stage].update(configurations[index].devices)
+            lists[stage].add(configurations[index].devices)
     return tuple(
-        Stage(first, last, frozenset(devices[number]), number)
+        Stage(first, last, frozenset(chain.from_iterable(lists[number])), number)
         for number, (first, last) in enumerate(pairwise(bounds))
     )
 

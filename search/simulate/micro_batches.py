@@ -427,8 +427,11 @@ def _with_device_order(
     pred_ptr = np.zeros(len(resource_set_N) + 1, np.int64)
     np.cumsum(np.bincount(waiting_E, minlength=len(resource_set_N)) + follows_N, out=pred_ptr[1:])
     pred = np.empty(pred_ptr[-1], np.int64)
-    pred[np.arange(len(waiting_E)) + (np.cumsum(follows_N) - follows_N)[waiting_E]] = pred_E
-    pred[pred_ptr[later + 1] - 1] = earlier
+    last = pred_ptr[later + 1] - 1
+    pred[last] = earlier
+    is_listed = np.ones(len(pred), np.bool_)
+    is_listed[last] = False
+    pred[is_listed] = pred_E
     return pred_ptr, pred
 
 
