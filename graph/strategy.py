@@ -305,12 +305,12 @@ def check_configuration(operator: Operator, configuration: Configuration, device
             f"operator {operator.name}: names {len(configuration.devices)} devices, must name "
             f"{tasks(configuration.degrees)}, one for each task; correct the strategy"
         )
-    for device in (min(configuration.devices), max(configuration.devices)):
-        if not 0 <= device < device_count:
-            raise StrategyError(
-                f"operator {operator.name}: device {shown(device)} is not there, must be between 0 and "
-                f"{device_count - 1}; correct the strategy or choose a larger topology"
-            )
+    if min(configuration.devices) < 0 or max(configuration.devices) >= device_count:
+        device = next(device for device in configuration.devices if not 0 <= device < device_count)
+        raise StrategyError(
+            f"operator {operator.name}: device {shown(device)} is not there, must be between 0 and "
+            f"{device_count - 1}; correct the strategy or choose a larger topology"
+        )
 
 
 def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device_count: int) -> Strategy:
