@@ -1,4 +1,8 @@
-"""Which rule an operator has, by target: whatever the modules beside this one offer in `RULES`."""
+"""Which rule an operator has, by target: whatever the modules beside this one offer in `RULES`.
+
+What an operator keeps for its backward is not the rule's: `search/simulate/saved_tensors.py` lists those that keep
+less than their inputs and outputs.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Gradient synchronization of one rank: all-reduces and reduce-scatters of buckets, and the all-gathers of what others
 have updated.
 
-The order is the plan's: an all-reduce starts as soon as its bucket is full, and those that go before it. What a plan
-leaves to the next step's forward (late updates, late gathers) is waited for there, before the first operator that reads
-the weight, where steps follow each other.
+The order is the plan's (`graph.synchronization.started_after`): an all-reduce starts as soon as its bucket is full and
+those before it in the order are full too. What a plan leaves to the next step's forward (late updates, late gathers)
+is waited for there, before the first operator that reads the weight, where steps follow each other.
 """
 
 from __future__ import annotations

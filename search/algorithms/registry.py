@@ -1,6 +1,7 @@
 """All search algorithms: whatever the modules beside this one offer in `ALGORITHMS`.
 
-They may be chained: the strategy of one is a start of the next.
+They may be chained: the strategy of one is a start of the next. Not among them is `unity`, which searches over graphs
+(`search.algorithms.joint`, called by `app.services.search.substitution_searches`).
 """
 
 from __future__ import annotations

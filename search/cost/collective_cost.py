@@ -34,7 +34,7 @@ from graph.topology import Topology
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin, nanoseconds
 from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts, cheapest
 from search.cost.routes import route_table
-from search.kernels.collective_formulas import COLLECTIVE_ALGORITHMS, price_all_reduce, price_collectives
+from search.kernels.collective_formulas import LIBRARY_FORMULAS, price_all_reduce, price_collectives
 from search.kernels.records import Array, Routes
 
 ALL_REDUCE_CODE = COLLECTIVE_KINDS.index(CollectiveKind.ALL_REDUCE)
@@ -137,7 +137,7 @@ class Prices:
         member_ptr = np.zeros(count + 1, np.int64)
         np.cumsum([len(devices) for devices in members], out=member_ptr[1:])
         line, used = (
-            np.empty((count, COLLECTIVE_ALGORITHMS, 2)),
+            np.empty((count, LIBRARY_FORMULAS, 2)),
             np.empty((count, len(self._routes.is_used)), np.bool_),
         )
         price_collectives(

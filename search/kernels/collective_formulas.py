@@ -13,7 +13,7 @@ from search.kernels.cache import inner, quick_entry
 from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Array, ResourceSets, Routes
 
 # A kind of collective has so many algorithms at most; the one that takes least time for its bytes counts.
-COLLECTIVE_ALGORITHMS = 2
+LIBRARY_FORMULAS = 2
 
 
 @inner
@@ -32,7 +32,7 @@ def collective_ns(sets: ResourceSets, resource_set: int, size_bytes: int) -> int
     if begin < end:
         return int(curve_s(sets.curve, begin, end, size_bytes) * 1e9 + 0.5)
     least_s = np.inf
-    for algorithm in range(COLLECTIVE_ALGORITHMS):
+    for algorithm in range(LIBRARY_FORMULAS):
         seconds = (
             sets.latency_s[resource_set, algorithm] + size_bytes * sets.s_per_byte[resource_set, algorithm]
         )
@@ -212,7 +212,9 @@ def price_collectives(
 ) -> None:
     """Write latency and seconds per byte of all algorithms of K collectives, and which links each collective holds.
 
-    Another algorithm is another line here, in place of one that takes forever, and counts in `COLLECTIVE_ALGORITHMS`.
+    Of the library's own algorithms each has a place along A; a place that a collective does not use holds a time
+    without end. Who adds a formula writes it here and raises `LIBRARY_FORMULAS`. Algorithms that are
+    composed of others (BlueConnect, leaders) are priced by `price_all_reduce`.
 
     kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
     ring order, and pointers. line_KA2: see `search.cost.collective_cost.CollectivePrice`.

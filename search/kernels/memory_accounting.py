@@ -122,8 +122,8 @@ def is_trained(graph: GraphArrays, static: int, operator_active: Array) -> bool:
 def find_peak_memory(derivation: Derivation) -> None:
     """Write the peak memory of every device (`search.simulate.simulator.Simulation`), in bytes.
 
-    To what is kept comes what is there beyond it while that group is recomputed at which most is; by then all that
-    lies behind the group is gone.
+    The peak is what is kept through the step, and what one recomputed group adds to it while it is there again: the
+    group of which that is most. What the groups behind it had kept is freed by then.
     """
     again_2GD = derivation.again_2GD
     for device in range(len(derivation.memory_D)):

@@ -16,7 +16,7 @@ from search.cost.collective_cost import CollectivePrice, Prices, finite_lines
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS
 from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, Curve, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.collective_formulas import COLLECTIVE_ALGORITHMS, collectives_ns
+from search.kernels.collective_formulas import LIBRARY_FORMULAS, collectives_ns
 from search.kernels.records import Array, GraphArrays, ResourceSets
 
 
@@ -193,8 +193,8 @@ class ResourceSetStore:
         self._prices = Prices(topology, links)
         self._resource_ptr, self._end_ptr = GrowingArray(np.int64), GrowingArray(np.int64)
         self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
-        self._latency_s = GrowingArray(np.float64, COLLECTIVE_ALGORITHMS)
-        self._s_per_byte = GrowingArray(np.float64, COLLECTIVE_ALGORITHMS)
+        self._latency_s = GrowingArray(np.float64, LIBRARY_FORMULAS)
+        self._s_per_byte = GrowingArray(np.float64, LIBRARY_FORMULAS)
         self._segments, self._curves = GrowingArray(np.int64, 2), CurveStore()
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
@@ -230,8 +230,8 @@ class ResourceSetStore:
         self._resource_ptr.extend(np.concatenate([np.arange(1, count + 1), count + table.pointers_P1[1:]]))
         self._end.extend(np.stack(np.divmod(np.arange(pairs), count), axis=1).reshape(-1))
         self._end_ptr.extend(np.concatenate([np.zeros(count, np.int64), 2 * np.arange(1, pairs + 1)]))
-        self._latency_s.extend(np.zeros((total, COLLECTIVE_ALGORITHMS)))
-        self._s_per_byte.extend(np.zeros((total, COLLECTIVE_ALGORITHMS)))
+        self._latency_s.extend(np.zeros((total, LIBRARY_FORMULAS)))
+        self._s_per_byte.extend(np.zeros((total, LIBRARY_FORMULAS)))
         self._segments.extend(np.zeros((total, 2), np.int64))
         self._origin.extend(np.full(total, origin))
         self._operation.extend(np.full(total, -1))
