@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, and the skip of CUDA tests where there is no such device."""
+"""What all tests share: hypothesis profiles, what is loaded once, the skip of CUDA tests where no such device is."""
 
 import atexit
 import functools

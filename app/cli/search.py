@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from app.services.search.substitution_searches import SubstitutionSearches
 
 AUTO = "auto"
-UNITY = "unity"
 
 
 def search(
@@ -240,7 +239,7 @@ def search(
     from app.services.search.micro_batches import DEFAULT_ALGORITHM
     from app.services.search.policies import checked_policy
     from app.services.search.request import SearchRequest
-    from app.services.search.search import run_search
+    from app.services.search.search import UNITY, run_search
 
     joint = algorithm == UNITY
     if on_miss is not None and on_miss not in ON_MISS:

@@ -116,7 +116,7 @@ def _launch(
 
 
 def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-    """Call a function in processes that torchrun's launcher starts on this machine; return what each returned, by rank.
+    """Call a function in processes that torchrun's launcher starts on this machine; return their results, by rank.
 
     Args:
         count: of processes.

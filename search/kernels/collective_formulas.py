@@ -12,7 +12,7 @@ import numpy as np
 from search.kernels.cache import inner, quick_entry
 from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Array, ResourceSets, Routes
 
-# A kind of collective has so many algorithms at most; the one that takes least time for its bytes counts.
+# Algorithms of the library for one kind of collective, at most; the one that takes least time for its bytes counts.
 LIBRARY_FORMULAS = 2
 
 
@@ -213,8 +213,8 @@ def price_collectives(
     """Write latency and seconds per byte of all algorithms of K collectives, and which links each collective holds.
 
     Of the library's own algorithms each has a place along A; a place that a collective does not use holds a time
-    without end. Who adds a formula writes it here and raises `LIBRARY_FORMULAS`. Algorithms that are
-    composed of others (BlueConnect, leaders) are priced by `price_all_reduce`.
+    without end. Who adds a formula writes it here and raises `LIBRARY_FORMULAS`. Algorithms that are composed of
+    others (BlueConnect, leaders) are priced by `price_all_reduce`.
 
     kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
     ring order, and pointers. line_KA2: see `search.cost.collective_cost.CollectivePrice`.
