@@ -187,8 +187,10 @@ def test_few_proposals_start_no_process(started: Started, monkeypatch: pytest.Mo
 
 
 def test_a_time_limit_ends_all_processes(started: Started) -> None:
+    # The limit counts from the beginning: before anything is walked, kernels are loaded, here by another search.
+    run(branches(), 1, SearchOptions(proposals=2, chains=1))
     record = Record()
-    result = run(branches(), 2, SearchOptions(proposals=LONG, chains=3, time_limit_s=0.5), record)
+    result = run(branches(), 2, SearchOptions(proposals=LONG, chains=3, time_limit_s=2.0), record)
     assert len(started.numbers) == 2
     assert started.left() == []
     assert not result.interrupted
