@@ -89,6 +89,8 @@ def _connected(
         ":memory:", config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     )
     try:
+        # First: where Python is interactive, DuckDB would draw on stdout, beside JSON, while it reads for seconds.
+        connection.execute("SET enable_progress_bar = false")
         connection.execute("SET allow_persistent_secrets = false")
         _attach(connection, database)
         files = _create_trace_views(connection, database, traces)
@@ -131,7 +133,6 @@ def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path], resources: D
     for setting in (
         *(() if limit is None else (f"memory_limit = '{limit}B'",)),
         "TimeZone = 'UTC'",
-        "enable_progress_bar = false",
         "python_enable_replacements = false",
         f"temp_directory = {_quoted(str(spill))}",
         f"allowed_paths = [{', '.join(_quoted(str(file)) for file in files)}]",

@@ -227,6 +227,35 @@ def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
+# `python -c` is interactive for DuckDB, which there draws how far a statement is, where that takes seconds.
+INTERACTIVE = """
+import duckdb
+class Watched:
+    def __init__(self, connection):
+        self.connection, self.first = connection, True
+    def __getattr__(self, name):
+        return getattr(self.connection, name)
+    def execute(self, *arguments):
+        setting = "SELECT current_setting('enable_progress_bar')"
+        draws, = self.connection.execute(setting).fetchone()
+        assert draws == self.first, arguments
+        self.first = False
+        return self.connection.execute(*arguments)
+connect = duckdb.connect
+duckdb.connect = lambda *arguments, **options: Watched(connect(*arguments, **options))
+from app.cli.main import command
+command()
+"""
+
+
+def test_duckdb_draws_no_progress_beside_the_answer(filled: Path) -> None:
+    query = ("query", "SELECT 1 AS one", "--json")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERACTIVE, *query], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == [{"one": 1}]
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
