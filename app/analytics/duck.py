@@ -89,7 +89,7 @@ def _connected(
         ":memory:", config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     )
     try:
-        # First: where Python is interactive, DuckDB would draw on stdout, beside JSON, while it reads for seconds.
+        # First: where Python is interactive, DuckDB draws the progress of what takes seconds on stdout, beside JSON.
         connection.execute("SET enable_progress_bar = false")
         connection.execute("SET allow_persistent_secrets = false")
         _attach(connection, database)
