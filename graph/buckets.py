@@ -5,6 +5,7 @@ The plan (`graph.plan`) says when.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,8 +104,12 @@ def weight_gathers(
     held: dict[str, dict[int, Region]],
     active: tuple[tuple[bool, ...], ...],
     least_bytes: int,
+    firsts: Sequence[int] = (),
 ) -> tuple[Gathers, Gathers]:
-    """Return the gathers before operators' forward and backward: one gather a set of holders."""
+    """Return the gathers before operators' forward and backward: one gather a set of holders.
+
+    firsts: the first operators of stages, ascending, each of which gathers for itself.
+    """
     forward: dict[int, list[str]] = {}
     backward: dict[int, list[str]] = {}
     for number, weight in enumerate(graph.weights):
@@ -118,9 +123,15 @@ def weight_gathers(
         if reached:
             backward.setdefault(needed_at(strategy.recomputation, max(reached)), []).append(weight.name)
     return (
-        _merged_gathers(graph, held, {index: forward[index] for index in sorted(forward)}, least_bytes),
         _merged_gathers(
-            graph, held, {index: backward[index] for index in sorted(backward, reverse=True)}, least_bytes
+            graph, held, {index: forward[index] for index in sorted(forward)}, least_bytes, firsts
+        ),
+        _merged_gathers(
+            graph,
+            held,
+            {index: backward[index] for index in sorted(backward, reverse=True)},
+            least_bytes,
+            firsts,
         ),
     )
 
@@ -130,6 +141,7 @@ def _merged_gathers(
     held: dict[str, dict[int, Region]],
     weights: Mapping[int, Sequence[str]],
     least_bytes: int,
+    firsts: Sequence[int],
 ) -> Gathers:
     """Gather the weights of successive operators together, before the first, in gathers of at least `least_bytes`.
 
@@ -139,6 +151,8 @@ def _merged_gathers(
     together: list[str] = []
     first = -1
     for index, names in weights.items():
+        if together and bisect_right(firsts, index) != bisect_right(firsts, first):
+            together = []
         first = index if not together else first
         together += names
         gathers[first] = _gathers_of(graph, held, together)
@@ -168,14 +182,16 @@ def _gathers_of(
     )
 
 
-def gathers_begun(gathers: Gathers, index: int) -> list[tuple[int, Gather]]:
+def gathers_begun(gathers: Gathers, index: int, firsts: Sequence[int] = ()) -> list[tuple[int, Gather]]:
     """Return the gathers that begin before an operator's forward (or backward), with the operator that needs each.
 
-    They are those of the next operator that needs some; before the first, its own as well.
+    They are those of the next operator that needs some; before the first, its own as well: of a stage, where there are
+    several. `firsts`: as of `weight_gathers`.
     """
     if index not in gathers:
         return []
-    operators = list(gathers)
+    stage = bisect_right(firsts, index)
+    operators = [operator for operator in gathers if bisect_right(firsts, operator) == stage]
     position = operators.index(index)
     return [
         (other, gather)

@@ -20,9 +20,10 @@ operators of this one, so that one is always under way. Who reads a view of a we
 
 With micro-batches (`graph.schedule`) the forwards and backwards of stages stand in `Plan.units`, each as above for its
 operators; buckets are synchronized in the backwards of the last micro-batch, or of each (`Plan.summed_each`), and
-operators that only renew buffers come after all backwards, micro-batch by micro-batch. Where the schedule has the
-gradients of weights apart (`graph.backward_parts`), they are in units of their own, with the synchronization of buckets
-behind them.
+operators that only renew buffers come after all backwards, micro-batch by micro-batch. Weights that are kept in shares
+are gathered for every forward and every backward of a stage, whose first gathers begin with it. Where the schedule has
+the gradients of weights apart (`graph.backward_parts`), they are in units of their own, with the synchronization of
+buckets behind them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import Schedule, Stage, Unit, common_order, stages_of
+from graph.schedule import ONE_BATCH, Schedule, Stage, Unit, common_order, stages_of
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, started_after
 from graph.weight_placement import (
@@ -221,6 +222,13 @@ class Plan:
         return stages_of(self.graph, self.strategy.configurations, self.strategy.micro_batches.schedule)
 
     @cached_property
+    def stage_firsts(self) -> tuple[int, ...]:
+        """The first operators of the stages that micro-batches go through; none of a step in one batch."""
+        if self.strategy.micro_batches == ONE_BATCH:
+            return ()
+        return tuple(stage.first for stage in self.stages)
+
+    @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The forwards and backwards of all stages on all micro-batches, in the common order."""
         groups = 1 + max(stage.group for stage in self.stages)
@@ -263,9 +271,9 @@ class Plan:
     ) -> Plan:
         parts = (self.graph, self.strategy, self.held, self.active, synchronization.size_bytes)
         # Of each micro-batch a stage sums its gradients before its backward ends.
-        ends = [stage.first for stage in self.stages] if self.strategy.micro_batches.sums_each else []
+        ends = self.stage_firsts if self.strategy.micro_batches.sums_each else ()
         buckets = gradient_buckets(*parts, ends)
-        forward_gathers, backward_gathers = weight_gathers(*parts)
+        forward_gathers, backward_gathers = weight_gathers(*parts, self.stage_firsts)
         counts = [synchronization.slice_count(bucket.size_bytes) for bucket in buckets]
         in_order = [number for number, count in enumerate(counts) for _ in range(count)]
         if slice_order and sorted(slice_order) != in_order:

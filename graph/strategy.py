@@ -10,6 +10,7 @@ Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -28,6 +29,7 @@ from graph.collective_algorithms import (
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRanges, check_ranges, ranges_from_json, ranges_to_json
 from graph.operators import Operator, OperatorGraph
+from graph.recomputation import needed_at
 from graph.schedule import (
     ONE_BATCH,
     GradientSums,
@@ -36,6 +38,7 @@ from graph.schedule import (
     check_micro_batches,
     micro_batches_from_json,
     micro_batches_to_json,
+    stages_of,
 )
 from graph.substitutions.substitution import substitutions_from_json, substitutions_to_json
 from graph.synchronization import (
@@ -233,11 +236,7 @@ class Strategy:
         if self.micro_batches == ONE_BATCH:
             return
         check_micro_batches(self.micro_batches, graph, self.configurations)
-        if Sharding.PARAMETERS in self.sharding:
-            raise StrategyError(
-                f"strategy: has {self.micro_batches.text}, and weights that are kept in shares, must keep them whole "
-                "between steps; share their optimizer alone"
-            )
+        self._check_shares(graph)
         if self.synchronization.policy is not Policy.FIFO:
             raise StrategyError(
                 f"synchronization: policy {self.synchronization.policy} is for a step in one batch, must be fifo with "
@@ -247,6 +246,23 @@ class Strategy:
             raise StrategyError(
                 f"strategy: has {self.micro_batches.text}, and compiled operators, must have one of the two; leave "
                 "compiled out"
+            )
+
+    def _check_shares(self, graph: OperatorGraph) -> None:
+        whole = never_in_shares(graph, self)
+        for weight, level in zip(graph.weights, self.sharding, strict=False):
+            if level is not Sharding.PARAMETERS or weight.name not in whole:
+                continue
+            if self.micro_batches.splits_backward:
+                raise StrategyError(
+                    f"weight {weight.name}: is kept in shares with schedule {self.micro_batches.schedule.value}, must "
+                    f"be whole for the weight parts of its backwards; share its {Sharding.OPTIMIZER} alone, or choose "
+                    "another schedule"
+                )
+            raise StrategyError(
+                f"weight {weight.name}: is kept in shares and read by several pipeline stages, or made again behind "
+                f"its own, must be of one with {self.micro_batches.count} micro-batches; share its "
+                f"{Sharding.OPTIMIZER} alone"
             )
 
 
@@ -278,6 +294,50 @@ def stays_whole(graph: OperatorGraph) -> frozenset[str]:
     late = [graph.loss, *(value for _, value in graph.buffer_updates)]
     names = [name for index in graph.order.of_buffers for name in graph.weights_read[index]]
     return frozenset(names).union(*(graph.weights_behind[value] for value in late))
+
+
+def never_in_shares(graph: OperatorGraph, strategy: Strategy) -> frozenset[str]:
+    """Return the weights that a strategy's micro-batches cannot keep in shares; of one batch there are none.
+
+    A stage gathers a weight in its forward and in its backward of a micro-batch, and frees it at their end. So of
+    stages that read the same weight each would need the others for its gathers, and a group that is made again in the
+    backward of a later stage what it reads. Weight parts of a backward would need gathers of their own.
+    """
+    if strategy.micro_batches == ONE_BATCH:
+        return frozenset()
+    if strategy.micro_batches.splits_backward:
+        return frozenset(weight.name for weight in graph.weights)
+    stages = stages_of(graph, strategy.configurations, strategy.micro_batches.schedule)
+    firsts = [stage.first for stage in stages]
+    return frozenset(
+        name
+        for name, readers in graph.weight_readers.items()
+        if len(stages) > 1
+        and len(
+            {
+                bisect_right(firsts, needed)
+                for reader in readers
+                for needed in (reader, needed_at(strategy.recomputation, reader))
+            }
+        )
+        > 1
+    )
+
+
+def with_whole_weights(graph: OperatorGraph, strategy: Strategy) -> Strategy:
+    """Return a strategy that shares the optimizer alone of weights that cannot be kept in shares (`never_in_shares`).
+
+    Raises:
+        StrategyError: the schedule is interleaved, and groups of devices do not take turns.
+    """
+    if Sharding.PARAMETERS not in strategy.sharding:
+        return strategy
+    whole = never_in_shares(graph, strategy)
+    levels = tuple(
+        Sharding.OPTIMIZER if level is Sharding.PARAMETERS and weight.name in whole else level
+        for weight, level in zip(graph.weights, strategy.sharding, strict=True)
+    )
+    return strategy if levels == strategy.sharding else replace(strategy, sharding=levels)
 
 
 def check_configuration(operator: Operator, configuration: Configuration, device_count: int) -> None:

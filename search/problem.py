@@ -21,7 +21,7 @@ from graph.calls import LocalCall
 from graph.errors import UsageError
 from graph.operators import Operator, OperatorGraph
 from graph.schedule import GradientSums, Schedule
-from graph.strategy import Configuration, Strategy
+from graph.strategy import Configuration, Strategy, with_whole_weights
 from graph.topology import Topology
 from graph.training import Training
 from search.cost.calls_to_profile import LocalCalls, rule_calls
@@ -70,6 +70,8 @@ class Problem:
     micro_batches: int = 1
     schedule: Schedule | None = None
     gradients: GradientSums | None = None
+    # Whether `pipeline` may share weights themselves, beside gradients and optimizer state.
+    shares_weights: bool = False
 
     def call_of_first(self, operator: Operator, degrees: Degrees) -> LocalCall:
         """Return the call of the first task of a configuration."""
@@ -78,8 +80,13 @@ class Problem:
         return self.local_calls(self.graph, operator, degrees)[0]
 
     def in_micro_batches(self, strategy: Strategy) -> Strategy:
-        """Return a strategy with the problem's micro-batches."""
-        return strategy.in_micro_batches(self.micro_batches, self.schedule, self.gradients)
+        """Return a strategy with the problem's micro-batches; weights that these cannot keep in shares are whole.
+
+        Raises:
+            StrategyError: the schedule is interleaved, and groups of devices do not take turns.
+        """
+        divided = strategy.in_micro_batches(self.micro_batches, self.schedule, self.gradients)
+        return with_whole_weights(self.graph, divided)
 
     @property
     def device_count(self) -> int:

@@ -117,7 +117,7 @@ def search(
             "--algorithm",
             help="mcmc, optcnn, tofu, placement, exhaustive, greedy, random, sharding or recomputation; several "
             "joined by commas, each a start of the next. unity: mcmc, then substitutions and strategies together. With "
-            "micro-batches pipeline, greedy, random or recomputation. "
+            "micro-batches pipeline, greedy, random, recomputation or sharding. "
             "Default: mcmc, with micro-batches pipeline.",
             show_default=False,
         ),

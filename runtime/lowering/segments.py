@@ -68,7 +68,7 @@ def cuts(plan: Plan, slots: TensorSlots) -> tuple[int, ...]:
     operators.update(bucket.after for bucket in plan.buckets if slots.rank in bucket.devices)
     # Gathered weights are there from their last reader's backward on, not before.
     for operator in plan.backward_gathers:
-        begun = [gather for _, gather in gathers_begun(plan.backward_gathers, operator)]
+        begun = [gather for _, gather in gathers_begun(plan.backward_gathers, operator, plan.stage_firsts)]
         if any(slots.rank in gather.devices for gather in (*begun, *plan.backward_gathers[operator])):
             operators.add(operator + 1)
     for group in plan.strategy.recomputation:

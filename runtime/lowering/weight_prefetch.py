@@ -2,7 +2,8 @@
 
 The order is the plan's: an all-gather begins one operator before its first reader. In the forward a weight is freed
 after its last reader; in the backward it is gathered again before the segment of that reader, and freed after that of
-its first reader. An operator that reads a view of a weight is a reader of it.
+its first reader. An operator that reads a view of a weight is a reader of it. Of micro-batches each has all of that,
+within the forward and the backward of one stage.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class WeightPrefetch:
 
     def _before(self, gathers: Gathers, index: int, *, is_forward: bool) -> list[Instruction]:
         result: list[Instruction] = []
-        for operator, gather in gathers_begun(gathers, index):
+        for operator, gather in gathers_begun(gathers, index, self._plan.stage_firsts):
             for group in self._groups_of(gather):
                 self._under_way.setdefault((is_forward, operator), []).append(group)
                 result.append(StartAllGather(group))

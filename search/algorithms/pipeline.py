@@ -1,11 +1,11 @@
 """Pipeline parallelism: stages of any sizes and splits, and the schedule of the problem's micro-batches.
 
 First 3-D parallelism of all degrees under all schedules, without and with ZeRO-2, then what dynamic programming finds;
-where memory does not suffice, with gradients that are summed in every micro-batch, and with activations that are made
-again. From the best a walk changes one thing at a time: where a stage begins, how many devices it has, how it is split,
-one group of its operators, the schedule, what is shared and when it is summed, what is made again. Every step is
-simulated exactly, and the best of all is kept, so that the result is no worse than any of the baselines that the budget
-lets it simulate; these come first.
+where memory does not suffice, with gradients that are summed in every micro-batch, with weights kept in shares where
+that is asked for (ZeRO-3), and with activations that are made again. From the best a walk changes one thing at a time:
+where a stage begins, how many devices it has, how it is split, one group of its operators, the schedule, what is shared
+and when it is summed, what is made again. Every step is simulated exactly, and the best of all is kept, so that the
+result is no worse than any of the baselines that the budget lets it simulate; these come first.
 
 Sources: Megatron-LM (arXiv:2104.04473) for the baselines; Alpa (OSDI 2022) for the dynamic program; Metropolis
 acceptance as in FlexFlow (arXiv:1807.05358), section 6.2.
@@ -21,7 +21,7 @@ import numpy as np
 
 from graph.errors import StrategyError, UsageError
 from graph.schedule import MicroBatches, Schedule
-from graph.strategy import Sharding, Strategy
+from graph.strategy import Strategy
 from graph.synchronization import BY_DEFAULT
 from search.algorithms.algorithm import Algorithm
 from search.algorithms.staging import Staging, Stagings
@@ -29,7 +29,7 @@ from search.algorithms.trials import Trial, TrialSearch
 from search.bounds.pipeline_costs import MEMORY_SAVINGS
 from search.outcome import Outcome
 from search.problem import Problem
-from search.space.baselines import data_parallel, shared
+from search.space.baselines import data_parallel
 from search.space.configurations import configured, random_draw
 from search.space.hybrids import random_grid
 from search.space.pipelines import Split
@@ -128,10 +128,10 @@ class _PipelineSearch:
     def take_fitting(self, staging: Staging) -> None:
         """Simulate a staging without and with ZeRO-2 and, as long as both exceed memories, more and more made again.
 
-        Meanwhile also with gradients that are summed in every micro-batch, until that fits. Not where it takes too long
-        without what is made again, which only adds to it.
+        Meanwhile also with gradients that are summed in every micro-batch, until that fits, and with weights kept in
+        shares, likewise. Not where it takes too long without what is made again, which only adds to it.
         """
-        tries_each = self.stagings.may_sum_each
+        tries_each, tries_shares = self.stagings.may_sum_each, self.trial.problem.shares_weights
         for share in RECOMPUTED_SHARES:
             again = self.stagings.recomputing(staging, share)
             outcomes = [self.take(replace(again, shares_optimizer=shares)) for shares in (False, True)]
@@ -140,6 +140,10 @@ class _PipelineSearch:
             if tries_each:
                 in_each = self.take(replace(again, shares_optimizer=True, sums_each=True))
                 tries_each = in_each is not None and in_each.excess_bytes > 0
+            if tries_shares:
+                kept = replace(again, shares_optimizer=True, shares_weights=True)
+                in_shares = self.take(replace(kept, sums_each=self.stagings.may_sum_each))
+                tries_shares = in_shares is not None and in_shares.excess_bytes > 0
             best = self._best_of(staging)
             # Of what exceeds memories, once something fits, outcomes have the least time.
             if best is not None and not best.excess_bytes and not share:
@@ -154,12 +158,10 @@ class _PipelineSearch:
         if own.count != problem.micro_batches or problem.schedule not in (None, own.schedule):
             schedule = problem.schedule or Schedule.ONE_F_ONE_B
             start = replace(start, micro_batches=MicroBatches(problem.micro_batches, schedule))
-        start = problem.in_micro_batches(start)
         if problem.micro_batches > 1:
-            if Sharding.PARAMETERS in start.sharding:
-                start = shared(problem.graph, start, Sharding.OPTIMIZER)
             start = replace(start, compiled=(), synchronization=BY_DEFAULT)
         try:
+            start = problem.in_micro_batches(start)
             start.validate(problem.graph, problem.device_count)
         except StrategyError:
             return
@@ -420,14 +422,18 @@ class _Moves:
         return replace(staging, registers=(*before, changed, *behind))
 
     def _sharing_changed(self, staging: Staging) -> Staging:
-        """Return a staging that shares gradients and optimizer state, or no longer does.
+        """Return a staging that shares gradients and optimizer state, or no longer does; or weights beside these.
 
         Where activations are made again for want of memory, gradients may be kept in shares before that.
         """
+        if self._stagings.problem.shares_weights and staging.shares_optimizer and self._below(2):
+            return replace(staging, shares_weights=not staging.shares_weights)
         shares_alone = staging.shares_optimizer and not staging.sums_each
         if shares_alone and staging.recomputed and self._stagings.may_sum_each:
             return replace(staging, sums_each=True)
-        return replace(staging, shares_optimizer=not staging.shares_optimizer, sums_each=False)
+        return replace(
+            staging, shares_optimizer=not staging.shares_optimizer, sums_each=False, shares_weights=False
+        )
 
     def _recomputation_changed(self, staging: Staging) -> Staging:
         """Return a staging in which a stage's activations are made again or none of them are, or one segment's."""

@@ -52,6 +52,8 @@ class Staging:
         the operator group, configuration of its head).
     registers: of schedule actors, the micro-batches that each stage may have in flight; empty: those of 1f1b.
     sums_each: whether gradients are summed in every micro-batch, so that what is shared is kept in shares.
+    shares_weights: whether weights themselves are shared, beside gradients and optimizer state (ZeRO-3), where a stage
+        can gather them.
     """
 
     firsts: tuple[int, ...]
@@ -62,6 +64,7 @@ class Staging:
     changed: tuple[tuple[int, int, Configuration], ...] = ()
     registers: tuple[int, ...] = ()
     sums_each: bool = False
+    shares_weights: bool = False
 
     @property
     def stages(self) -> int:
@@ -153,8 +156,6 @@ class Stagings:
             strategy = self._changed(strategy, staging)
         if not has_stages(self.graph, strategy, places, staging.schedule):
             return None
-        if staging.shares_optimizer:
-            strategy = shared(self.graph, strategy, Sharding.OPTIMIZER)
         strategy = replace(
             strategy,
             micro_batches=MicroBatches(
@@ -165,6 +166,9 @@ class Stagings:
             ),
             recomputation=self._recomputation(staging),
         )
+        if staging.shares_optimizer:
+            level = Sharding.PARAMETERS if staging.shares_weights else Sharding.OPTIMIZER
+            strategy = shared(self.graph, strategy, level)
         try:
             strategy.validate(self.graph, self.problem.device_count)
         except StrategyError:

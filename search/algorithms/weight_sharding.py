@@ -8,8 +8,10 @@ strategy exceeds a device's memory, or where the update takes long.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from graph.errors import StrategyError
 from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy, stays_whole
 from search.algorithms.algorithm import Algorithm
@@ -27,7 +29,8 @@ def _share_weights(trial: Trial, starts: Sequence[Strategy], _seed: int) -> None
     graph, count = trial.problem.graph, trial.problem.device_count
     plain = (data_parallel(graph, count), expert(graph, count), zero(graph, count), fsdp(graph, count))
     for strategy in (*starts, *plain):
-        trial.take(strategy)
+        with suppress(StrategyError):  # of stages that do not take turns
+            trial.take(strategy)
     for level in Sharding:
         trial.take(shared(graph, trial.best[1], level))
     layers, whole = weights_by_layer(graph), stays_whole(graph)

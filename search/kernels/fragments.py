@@ -74,8 +74,8 @@ COLLECTIVE = _record(
 LOAD = _record("link", "forward_ns", "back_ns")
 # sharing: a code of `graph.strategy.Sharding`.
 STATIC = _record("holders", "cells", "sharing")
-# Elements that a device keeps and that it updates.
-HOLDER = _record("device", "kept", "updated")
+# Elements that a device keeps, that it updates, and that its tasks read.
+HOLDER = _record("device", "kept", "updated", "held")
 # Part of a weight that several devices hold. gather_resource_set: that of the gather of its shares, or -1.
 CELL = _record("resource_set", "size_bytes", "gather_resource_set")
 _INT, _NUMBER = np.dtype(np.int64), np.dtype(np.int32)

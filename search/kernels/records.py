@@ -202,6 +202,7 @@ class GatherArrays(NamedTuple):
     first_2O: Array  # an operator: its first gather, and one beyond its last
     last_2O: Array
     weight_2W: Array  # a weight: the operator before which it is gathered, or -1
+    stage_O: Array  # an operator: its stage, each of which gathers for itself; 0 of a step in one batch
     latest_D: Array  # a device: the last task that it computes so far, or -1
     blocked_D: Array  # a device: what its backward waits for before it goes on, or -1; or when that ends
     reduced_D: Array  # a device: the last sum of gradients that it shares, or -1; or when that ends

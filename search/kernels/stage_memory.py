@@ -2,8 +2,8 @@
 
 A stage keeps what its backward needs from its forward of a micro-batch to its backward of it, and what the weight
 part needs, where that is apart, from there on; what it receives counts as its own. Gradients add up over the
-micro-batches, so that each device has whole ones of what it holds, also of weights whose optimizer is shared; but for
-those that are summed in every micro-batch, of which it has what it updates.
+micro-batches, so that each device has whole ones of what it holds, also of weights whose optimizer is shared, or that
+are kept in shares; but for those that are summed in every micro-batch, of which it has what it updates.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def account_static_tensors(
             holder = holders[number]
             elements = holder.kept
             if trained:
-                elements += holder.updated if in_shares else holder.kept
+                elements += holder.updated if in_shares else holder.held
                 elements += holder.updated * state_tensors
             size_bytes = elements * graph.static_item_bytes[static]
             if is_input_S[static]:

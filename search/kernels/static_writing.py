@@ -73,7 +73,7 @@ def write_static(
     for device in range(devices):
         if task_D[device] >= 0:
             target, elements = targets[holder], elements_R[region_T[task_D[device]]]
-            target.device, target.kept, target.updated = device, elements, elements
+            target.device, target.kept, target.updated, target.held = device, elements, elements, elements
             holder += 1
     for number in range(cells):
         region = cell_C[number]

@@ -78,6 +78,8 @@ def find_gathers(
             weight = head[operator]
             if weight < 0:
                 continue
+            if gathering >= 0 and gathers.stage_O[operator] != gathers.stage_O[gathering]:
+                gathering = -1
             if gathering < 0:
                 gathering, first, size_bytes = operator, count, 0
             while weight >= 0:
@@ -108,13 +110,19 @@ def find_gathers(
 
 @inner
 def next_gathers(gathers: GatherArrays, side: int, operator: int) -> tuple[int, int]:
-    """Return which gathers begin before an operator: those that the next one needs; before the first, its own too."""
+    """Return which gathers begin before an operator: those that the next one needs; before the first, its own too.
+
+    The next and the first one are of the operator's stage.
+    """
     first, last = gathers.first_2O[side, operator], gathers.last_2O[side, operator]
     if first == last:
         return 0, 0
     begin, end = (0, gathers.counts[0]) if side == 0 else (gathers.counts[0], gathers.counts[1])
-    upto = last if last == end else gathers.last_2O[side, gathers.operator[last]]
-    return first if first == begin else last, upto
+    stage = gathers.stage_O[operator]
+    is_first = first == begin or gathers.stage_O[gathers.operator[first - 1]] != stage
+    is_last = last == end or gathers.stage_O[gathers.operator[last]] != stage
+    upto = last if is_last else gathers.last_2O[side, gathers.operator[last]]
+    return first if is_first else last, upto
 
 
 @inner

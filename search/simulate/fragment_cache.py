@@ -454,7 +454,7 @@ class UnitStore:
     def _make_static_fragment(self, of: StaticClass, code: int, held: IntArray, *, is_cut: bool) -> int:
         devices, elements = self._holders.elements(held)
         cells = self._holders.shared_cells(held, is_cut=is_cut) if of.synchronized else []
-        # Of each device the elements that it keeps, and those that it updates.
+        # Of each device the elements that it keeps, and those that it updates, of those that it reads.
         kept = updated = elements
         if code:
             kept, updated = elements.copy(), elements.copy()
@@ -480,7 +480,7 @@ class UnitStore:
         fragment = self.arena[at : at + words]
         fragment[:STATIC_WORDS] = len(devices), len(cells), code
         holders = fragment[STATIC_WORDS:cells_at].reshape(len(devices), HOLDER_WORDS)
-        holders[:, 0], holders[:, 1], holders[:, 2] = devices, kept, updated
+        holders[:, 0], holders[:, 1], holders[:, 2], holders[:, 3] = devices, kept, updated, elements
         if cells:
             rows = fragment[cells_at:].view(CELL)
             rows["size_bytes"] = np.array(travelling) * of.item_bytes

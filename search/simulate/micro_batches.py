@@ -2,7 +2,8 @@
 
 Each task of one micro-batch belongs to the forward or the backward of a stage, a unit (`graph.schedule`), by where it
 stands in program order: a transfer or collective to the operator that it follows, what is made again to the last
-operator of its group. Units stand in the common order of the schedule, each with the tasks of its micro-batch:
+operator of its group, a gather of weights to the operator that it stands before. Units stand in the common order of the
+schedule, each with the tasks of its micro-batch:
 
     forwards and backwards of all stages on all micro-batches, and weight parts where the schedule has them apart; sums
         of gradients only in the backwards, or weight parts, of the last micro-batch, when all others have added theirs,
@@ -19,6 +20,9 @@ renews buffers for one micro-batch waits for what the one before renewed.
 Where gradients are summed in every micro-batch (`graph.plan.Plan.summed_each`), a bucket is filled again when its last
 sum is done, and of gradients that are shared a device has one sum under way beside the one that it prepares: for these
 wait the next sum, and what its devices compute after that.
+
+A gather of weights that are kept in shares waits for the computation before it on each of its devices, as in one batch,
+also where that is of another micro-batch.
 
 Of schedule actors the order of units is the one that stages find when each takes as long as in a step of one
 micro-batch alone, messages between them included (`with_acted_units`).
@@ -50,9 +54,11 @@ from graph.schedule import (
 from graph.strategy import Configuration
 from search.kernels.records import (
     BACKWARD,
+    BACKWARD_GATHER,
     BUFFER_COLLECTIVE,
     BUFFER_TRANSFER,
     FORWARD,
+    FORWARD_GATHER,
     RECOMPUTE,
     SYNCHRONIZE,
     UPDATE,
@@ -144,17 +150,21 @@ def pipeline_of(
     stages = stages_of(graph, configurations, micro_batches.schedule)
     groups = 1 + max(stage.group for stage in stages)
     firsts = [stage.first for stage in stages]
-    operators = np.arange(len(graph.operators))
     return Pipeline(
-        # What stands before the first stage, if anything, only renews buffers.
-        stage_O=np.maximum(np.searchsorted(firsts, operators, side="right") - 1, 0),
+        stage_O=stage_numbers(len(graph.operators), firsts),
         last_O=last_O,
-        is_late_O=np.isin(operators, graph.order.of_buffers),
+        is_late_O=np.isin(np.arange(len(graph.operators)), graph.order.of_buffers),
         stages=len(stages),
         micro_batches=micro_batches.count,
         units=_units(micro_batches, groups, len(stages) // groups),
         devices_of=tuple(stage.devices for stage in stages),
     )
+
+
+def stage_numbers(operators: int, firsts: Sequence[int]) -> Array:
+    """Return the stage of each of so many operators; `firsts`: the first operators of stages, ascending."""
+    # What stands before the first stage, if anything, only renews buffers.
+    return np.maximum(np.searchsorted(firsts, np.arange(operators), side="right") - 1, 0)
 
 
 @lru_cache(maxsize=64)
@@ -228,7 +238,10 @@ def unrolled(
     resource_set_N = tasks.resource_set[source_N]
     computed = _by_device(resource_set_N, device_count)
     waiting_E, pred_E = _dependencies(tasks, source_N, micro_batch_N, number_MT)
-    added = [_awaited_renewals(tasks, sets, segment_T == pipeline.renewing, device_count, number_MT)]
+    added = [
+        _awaited_renewals(tasks, sets, segment_T == pipeline.renewing, device_count, number_MT),
+        _awaited_computations(tasks, sets, source_N, computed),
+    ]
     if pipeline.is_shared_B is not None:
         added.append(_awaited_sums(tasks, sets, pipeline.is_shared_B, source_N, computed))
     if any(len(waiting) for waiting, _ in added):
@@ -285,6 +298,9 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
         if of_kind == RECOMPUTE:
             operator = pipeline.last_O[operator]
         segment_T[backward] = pipeline.stages + pipeline.stage_O[operator]
+    for side, of_kind in enumerate((FORWARD_GATHER, BACKWARD_GATHER)):
+        gathers = np.flatnonzero(kind == of_kind)
+        segment_T[gathers] = side * pipeline.stages + pipeline.stage_O[tasks.subject[gathers]]
     segment_T[(kind == UPDATE) | (kind == UPDATE_GATHER)] = pipeline.updating
     # Other communication follows the tasks of the operator that it belongs to, or of those that renew buffers.
     places = np.where(segment_T >= 0, np.arange(len(kind)), 0)
@@ -383,6 +399,37 @@ def _awaited_renewals(
     return number_MT[1:, forward].reshape(-1), number_MT[:-1, renewal].reshape(-1)
 
 
+def _awaited_computations(
+    tasks: Tasks, sets: ResourceSets, source_N: Array, computed: Array
+) -> tuple[Array, Array]:
+    """Return pairs of a gather of weights and the computation before it on each of its devices.
+
+    computed: as of `_awaited_sums`.
+    """
+    kind_N = tasks.kind[source_N]
+    gathers = np.flatnonzero((kind_N == FORWARD_GATHER) | (kind_N == BACKWARD_GATHER))
+    waiting, device = _with_devices(tasks, sets, source_N, gathers)
+    before = _places_after(tasks, source_N, computed, device, waiting) - 1
+    computed_N = np.append(computed, 0)[before]
+    computes = (before >= 0) & (tasks.resource_set[source_N[computed_N]] == device)
+    return waiting[computes], computed_N[computes]
+
+
+def _with_devices(tasks: Tasks, sets: ResourceSets, source_N: Array, chosen: Array) -> tuple[Array, Array]:
+    """Return pairs of a chosen communication of the step and each of its devices."""
+    resource_set = tasks.resource_set[source_N[chosen]]
+    ends_at = sets.end_ptr[resource_set]
+    counts = sets.end_ptr[resource_set + 1] - ends_at
+    return np.repeat(chosen, counts), sets.end[_ranges(ends_at, counts)]
+
+
+def _places_after(tasks: Tasks, source_N: Array, computed: Array, device: Array, number: Array) -> Array:
+    """Return the places in `computed` (`_awaited_sums`) of what devices compute first after tasks of some numbers."""
+    count = len(source_N)
+    keys = tasks.resource_set[source_N[computed]] * count + computed
+    return np.searchsorted(keys, device * count + number)
+
+
 def _awaited_sums(
     tasks: Tasks, sets: ResourceSets, is_shared_B: Array, source_N: Array, computed: Array
 ) -> tuple[Array, Array]:
@@ -393,21 +440,13 @@ def _awaited_sums(
     computed: the computations of each device, one device after the other.
     """
     sums = np.flatnonzero(tasks.kind[source_N] == SYNCHRONIZE)
-    resource_set = tasks.resource_set[source_N[sums]]
-    ends_at = sets.end_ptr[resource_set]
-    counts = sets.end_ptr[resource_set + 1] - ends_at
-    # Of each sum and each device of it.
-    device = sets.end[_ranges(ends_at, counts)]
-    waiting = np.repeat(sums, counts)
+    waiting, device = _with_devices(tasks, sets, source_N, sums)
     bucket = tasks.subject[source_N[waiting]]
     series = device * (1 + len(is_shared_B)) + np.where(is_shared_B[bucket], 0, 1 + bucket)
     by_series = np.lexsort((waiting, series))
     follows = np.flatnonzero(np.diff(series[by_series]) == 0)
     before, after = by_series[follows], by_series[follows + 1]
-    count = len(source_N)
-    place = np.searchsorted(
-        tasks.resource_set[source_N[computed]] * count + computed, device[after] * count + waiting[after]
-    )
+    place = _places_after(tasks, source_N, computed, device[after], waiting[after])
     next_N = np.append(computed, 0)[place]
     computes = (place < len(computed)) & (tasks.resource_set[source_N[next_N]] == device[after])
     return (

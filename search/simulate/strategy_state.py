@@ -44,6 +44,7 @@ from search.simulate.micro_batches import (
     Pipeline,
     StepTasks,
     pipeline_of,
+    stage_numbers,
     unrolled,
     with_acted_units,
 )
@@ -109,6 +110,8 @@ class Layout:
         self._numbered: tuple[Mapping[int, Configuration], int, list[int]] = ({}, -1, [])
         self._tasks = _new_tasks(1024, 4096)
         self._buckets = new_buckets(64, 256, 0)
+        # Of each operator, the stage that it gathers weights with.
+        self.stage_O = np.zeros(operators, np.int64)
         self.gathers = new_gathers(self, 64)
         self._reserve(4096)
         self._timeline = Timeline(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -223,6 +226,8 @@ class Layout:
     def divide(self, micro_batches: MicroBatches) -> None:
         """Let a step go through other micro-batches; the graph stays that of one, and `undo` leaves this as it is."""
         self.micro_batches = micro_batches
+        if micro_batches == ONE_BATCH:
+            self.stage_O[:] = 0
 
     def undo(self, undo: Undo) -> None:
         """Take back the latest change."""
@@ -253,7 +258,11 @@ class Layout:
         derivation = self._derivation
         self._buckets = buckets_for(resource_sets, self._buckets)
         active, least_bytes = derivation.operator_active, self.builder.bucket_bytes
-        ends = self._bucket_ends()
+        firsts = self._stage_firsts()
+        self.stage_O[:] = stage_numbers(len(self.configurations), firsts) if firsts else 0
+        ends = np.array(
+            sorted({0, *(firsts if self.micro_batches.sums_each else ())}, reverse=True), np.int64
+        )
         while not fill_buckets(wiring, fragments, arena, active, self._buckets, least_bytes, ends):
             self._buckets = more_buckets(self._buckets)
         while not find_gathers(wiring, fragments, arena, active, self.groups, self.gathers, least_bytes):
@@ -266,17 +275,17 @@ class Layout:
         emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
         return self._tasks, resource_sets
 
-    def _bucket_ends(self) -> Array:
-        """Return the operators after whose backward no bucket stays open, descending: the first one of all at least.
+    def _stage_firsts(self) -> list[int]:
+        """Return the first operators of stages, where buckets or gathers of weights end with them.
 
         Raises:
             StrategyError: the schedule is interleaved, and groups of devices do not take turns.
         """
-        firsts = {0}
-        if self.micro_batches.sums_each:
-            stages = stages_of(self.builder.graph, self.configurations, self.micro_batches.schedule)
-            firsts.update(stage.first for stage in stages)
-        return np.array(sorted(firsts, reverse=True), np.int64)
+        ends = self.micro_batches.sums_each or Sharding.PARAMETERS in self._chosen.sharding
+        if self.micro_batches == ONE_BATCH or not ends:
+            return []
+        stages = stages_of(self.builder.graph, self.configurations, self.micro_batches.schedule)
+        return [stage.first for stage in stages]
 
     def micro_batch(self) -> MicroBatchTasks:
         """Return the tasks of one micro-batch, valid until the next change, and find the peak memory of a step.
@@ -497,6 +506,7 @@ def new_gathers(layout: Layout, gathers: int) -> GatherArrays:
         first_2O=np.zeros((2, operators), np.int64),
         last_2O=np.zeros((2, operators), np.int64),
         weight_2W=np.full((2, wiring.weight_count), -1, np.int64),
+        stage_O=layout.stage_O,
         latest_D=np.full(devices, -1, np.int64),
         blocked_D=np.full(devices, -1, np.int64),
         reduced_D=np.full(devices, -1, np.int64),

@@ -12,7 +12,7 @@ import numpy as np
 from graph.aliasing import base_name
 from graph.axes import AxisKind, Degrees, coordinates
 from graph.operators import Operator, OperatorGraph, ValueKind
-from graph.strategy import Configuration, Sharding, Strategy, stays_whole
+from graph.strategy import Configuration, Sharding, Strategy, never_in_shares, stays_whole
 from search.space.configurations import random_configuration
 from search.space.groups import NO_AXIS, Group, find_groups, follow, following, shared_axes
 
@@ -69,9 +69,12 @@ def data_parallel(graph: OperatorGraph, device_count: int) -> Strategy:
 def shared(graph: OperatorGraph, strategy: Strategy, level: Sharding) -> Strategy:
     """Return a strategy whose weights are all shared by those that hold the same elements.
 
-    Weights that something reads after the backward are never kept in shares: of them the optimizer is shared.
+    Weights that something reads after the backward are never kept in shares, nor are those that several stages of a
+    step in micro-batches read: of them the optimizer is shared.
     """
-    whole = stays_whole(graph)
+    whole = stays_whole(graph) | (
+        never_in_shares(graph, strategy) if level is Sharding.PARAMETERS else frozenset()
+    )
     levels = (
         Sharding.OPTIMIZER if level is Sharding.PARAMETERS and weight.name in whole else level
         for weight in graph.weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +12,11 @@ from app.services.predict.predicted_peaks import predicted_peaks, shares
 from graph.axes import AxisKind
 from graph.operators import OperatorGraph
 from graph.plan import build_plan
-from graph.schedule import MicroBatches, Schedule
+from graph.schedule import GradientSums, MicroBatches, Schedule
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from runtime.observe.memory_trace import trace_memory
+from search.space.baselines import fsdp
 from tests.app.conftest import Command
 from tests.quick import seeds
 from tests.runtime.oracle import graph_of
@@ -128,3 +130,20 @@ def test_peaks_of_many_micro_batches_are_those_of_walking_all(
         predicted_peaks(graph, strategy, devices(groups), training, most_operators=len(graph.operators))
         is None
     )
+
+
+@pytest.mark.parametrize("gradients", GradientSums)
+def test_peaks_of_many_micro_batches_that_gather_weights_are_those_of_walking_all(
+    gradients: GradientSums,
+) -> None:
+    graph, training = graph_of("convolutions", batch_size=4), Training(1, optimizer="adam")
+    strategy = replace(fsdp(graph, 2), micro_batches=MicroBatches(9, gradients=gradients))
+    strategy.validate(graph, 2)
+    plan = build_plan(graph, strategy, (0, 0))
+    found = predicted_peaks(graph, strategy, devices(2), training)
+    assert found is not None
+    for device in range(2):
+        # Devices whose parts differ little share a walk.
+        assert found[device].peak_bytes == pytest.approx(
+            trace_memory(plan, training, device).peak_bytes, rel=0.002
+        )

@@ -208,6 +208,18 @@ def test_a_run_in_micro_batches_is_verified(
 
 
 @pytest.mark.usefixtures("known_links")
+@pytest.mark.parametrize("gradients", GradientSums)
+def test_a_run_gathers_weights_in_shares_for_every_micro_batch(
+    command: Command, gradients: GradientSums
+) -> None:
+    options = ("--micro-batches", "2", "--gradients", gradients.value, "--verify", "--json")
+    done = command(*RUN, "--strategy", "fsdp", *options)
+    assert done.code == 0, done
+    assert done.document["verified"]
+    assert done.document["micro_batches"]["count"] == 2
+
+
+@pytest.mark.usefixtures("known_links")
 def test_a_run_sums_gradients_in_each_micro_batch(command: Command) -> None:
     options = ("--micro-batches", "4", "--gradients", "each", "--verify")
     done = command(*RUN, "--strategy", "zero", *options, "--json")
@@ -290,7 +302,10 @@ def test_a_strategy_of_one_batch_may_accumulate_gradients(command: Command, jobs
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--strategy", "fsdp", "--micro-batches", "2"), "strategy fsdp: keeps weights in shares"),
+        (
+            ("--strategy", "fsdp", "--micro-batches", "2", "--schedule", "zero-bubble"),
+            "strategy fsdp: keeps weights in shares, must keep them whole with schedule zero-bubble",
+        ),
         (
             ("--strategy", "zero", "--micro-batches", "2", "--policy", "tic"),
             "--policy: is tic, must be fifo with 2",
@@ -383,15 +398,26 @@ def test_a_search_begins_at_strategies_that_were_found_before(command: Command) 
     assert given.document["micro_batches"]["count"] == 4
 
 
-def test_all_baselines_of_a_search_but_those_with_weights_in_shares(command: Command) -> None:
+def test_all_baselines_of_a_search_have_its_micro_batches(command: Command) -> None:
     found = command(*RANDOM, "--micro-batches", "2", "--compare-baselines", "--json").document
     names = {prediction["name"] for prediction in found["predictions"]}
-    assert {"data-parallel", "zero", "3d-1x1x4", "3d-2x1x2-gpipe"} < names
+    assert {"data-parallel", "zero", "fsdp", "3d-1x1x4", "3d-2x1x2-gpipe"} < names
     assert "3d-4x1x1" not in names  # data parallelism
     sources = "SELECT source FROM strategies WHERE digest = '{}'"
     digest = next(each["digest"] for each in found["predictions"] if each["name"] == "3d-1x1x4")
     assert command("query", sources.format(digest), "--json").document == [{"source": "megatron"}]
-    assert "fsdp" not in names
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_a_search_with_micro_batches_shares_weights(command: Command, schedule: str) -> None:
+    options = ("--micro-batches", "4", "--share-weights", "--schedule", schedule, "--json")
+    found = command(*SEARCH, "--fresh", *options)
+    assert found.code == 0, found
+    assert found.document["micro_batches"]["count"] == 4
+    (search,) = command("query", "SELECT algorithm, options FROM searches", "--json").document
+    assert search["algorithm"] == "pipeline,sharding"
+    starts = ["baseline zero", *([] if schedule == "zero-bubble" else ["baseline fsdp"])]
+    assert [start["found_for"] for start in json.loads(search["options"])["known"]] == starts
 
 
 def test_a_search_in_one_batch_is_stored_as_before(command: Command) -> None:
@@ -425,15 +451,14 @@ def test_a_search_with_micro_batches_can_be_resumed(command: Command, database: 
     [
         (
             ("--algorithm", "mcmc"),
-            "--algorithm: is mcmc, must be one of greedy, pipeline, random, recomputation",
+            "--algorithm: is mcmc, must be one of greedy, pipeline, random, recomputation, sharding",
         ),
         (("--algorithm", "optcnn"), "--algorithm: is optcnn, must be one of"),
         (("--algorithm", "exhaustive"), "--algorithm: is exhaustive, must be one of"),
-        (("--algorithm", "random", "--share-weights"), "--share-weights: may share weights themselves"),
         (("--algorithm", "random", "--compile"), "--compile: compiles operators"),
         (("--algorithm", "random", "--policy", "p3"), "--policy: is p3, must be fifo with 2"),
         (("--algorithm", "random", "--policy", "auto"), "--policy: is auto, must be fifo with 2"),
-        (("--algorithm", "random", "--schedule", "interleaved"), "must be one of pipeline for 2"),
+        (("--algorithm", "random", "--schedule", "interleaved"), "must be one of pipeline, sharding for 2"),
         (("--algorithm", "random", "--schedule", "2f2b"), "--schedule: is 2f2b, must be one of gpipe"),
     ],
 )
@@ -455,7 +480,7 @@ def test_a_search_that_cannot_have_micro_batches_is_refused_before_anything_is_w
         (("--micro-batches", "3"), "must be a multiple of its 3 micro-batches"),
         (("--schedule", "gpipe"), "--schedule: is gpipe, must be left out for a step in one batch"),
         (("--gradients", "each"), "--gradients: is each, must be left out for a step in one batch"),
-        (("--micro-batches", "auto", "--share-weights"), "--share-weights: may share weights themselves"),
+        (("--micro-batches", "auto", "--policy", "tic"), "--policy: is tic, must be fifo with 2"),
     ],
 )
 def test_a_number_of_micro_batches_that_cannot_be_searched_is_refused(
@@ -559,8 +584,9 @@ def test_a_strategy_takes_micro_batches_and_keeps_its_schedule() -> None:
     assert divided.in_micro_batches(1) == strategy
     assert strategy.in_micro_batches(1, Schedule.GPIPE) is strategy
     shared: Strategy = fsdp(graph, 2).in_micro_batches(2)
-    with pytest.raises(StrategyError, match="weights that are kept in shares"):
-        shared.validate(graph, 2)
+    shared.validate(graph, 2)
+    with pytest.raises(StrategyError, match="is kept in shares with schedule zero-bubble"):
+        shared.in_micro_batches(2, Schedule.ZERO_BUBBLE).validate(graph, 2)
 
 
 @pytest.mark.usefixtures("known_links")

@@ -187,6 +187,8 @@ class StepDeriver:
             return ("renewals", 0) if late else (Phase.FORWARD.value, self.stage_of(maker))
         if kind in RENEWALS:
             return ("renewals", 0)
+        if kind in ("forward gather", "backward gather"):
+            return kind.split()[0], self.stage_of(int(name))
         if kind in ("update", "update gather"):
             return ("updates", 0)
         of_weights = kind == "weight" or (self.splits and kind == "synchronize")
@@ -223,7 +225,7 @@ class StepDeriver:
 
     def stage_of(self, operator: int) -> int:
         """The stage that an operator is in."""
-        return max([0, *(number for number, stage in enumerate(self.plan.stages) if stage.first <= operator)])
+        return self.deriver.stage_of(operator)
 
     def add(self, task: Task, number: int) -> None:
         """Add a task for a micro-batch, if it is done for that."""
@@ -243,6 +245,8 @@ class StepDeriver:
                 waits |= {(other, key) for other in range(self.count)}
         if kind == "synchronize" and self.plan.strategy.micro_batches.gradients is GradientSums.EACH:
             waits |= self.sums_before(task.key, number)
+        if kind in ("forward gather", "backward gather"):
+            waits |= {self.latest[device] for device in task.ends if device in self.latest}
         if kind in COMPUTE:
             (device,) = task.resources
             waits |= self.blocking.pop(device, set())
@@ -355,7 +359,8 @@ class StepDeriver:
                     updated = deriver.updated(value.name, device)
                     # A gradient is whole until it is summed.
                     elements += (updated if in_shares else volume(region)) + updated * state
-                    assert plan.sharding[value.name] is not Sharding.PARAMETERS
+                    if plan.sharding[value.name] is Sharding.PARAMETERS:
+                        elements -= volume(region) - updated
                 target = inputs if value.kind is ValueKind.INPUT else static
                 target[device] += elements * value.spec.item_bytes
         return static, inputs

@@ -132,10 +132,16 @@ class Deriver:
         return launched
 
     def gathers(self, side: str, of_operators: dict[int, tuple[Gather, ...]], index: int) -> None:
-        """Begin what the next operator needs that reads weights kept in shares; before the first, its own too."""
+        """Begin what the next operator needs that reads weights kept in shares; before the first, its own too.
+
+        With micro-batches both are of its stage.
+        """
         if index not in of_operators:
             return
-        places = list(of_operators)
+        apart = self.strategy.micro_batches.count > 1
+        places = [
+            other for other in of_operators if not apart or self.stage_of(other) == self.stage_of(index)
+        ]
         here = places.index(index)
         for other in places[(0 if here == 0 else here + 1) : here + 2]:
             for number, gather in enumerate(of_operators[other]):
@@ -143,6 +149,10 @@ class Deriver:
                 for device in gather.devices:
                     waits |= self.latest(device)
                 self.whole_cells((f"{side} gather", other, number), gather.devices, gather.size_bytes, waits)
+
+    def stage_of(self, operator: int) -> int:
+        """The stage that an operator is in."""
+        return max([0, *(number for number, stage in enumerate(self.plan.stages) if stage.first <= operator)])
 
     def latest(self, device: int) -> set[Key]:
         """The last task so far that a device computes."""

@@ -10,7 +10,7 @@ from graph.axes import AxisKind, Degrees, tasks
 from graph.operator_ranges import OperatorRange, OperatorRanges
 from graph.operators import Operator, OperatorGraph
 from graph.schedule import MicroBatches, Schedule
-from graph.strategy import Configuration, Sharding, Strategy, stays_whole
+from graph.strategy import Configuration, Sharding, Strategy, stays_whole, with_whole_weights
 
 MOST_TASKS = 8
 
@@ -127,12 +127,12 @@ def in_micro_batches(strategy: Strategy, count: int, schedule: Schedule) -> Stra
 
 
 def randomly_shared(strategy: Strategy, graph: OperatorGraph, seed: int) -> Strategy:
-    """Return the strategy with what is shared of each weight drawn at random."""
+    """Return the strategy with what is shared of each weight drawn at random, as far as its micro-batches allow."""
     generator, whole = random.Random(seed), stays_whole(graph)
     levels = [
         Sharding.OPTIMIZER if one.name in whole else generator.choice(list(Sharding)) for one in graph.weights
     ]
-    return replace(strategy, sharding=tuple(levels))
+    return with_whole_weights(graph, replace(strategy, sharding=tuple(levels)))
 
 
 def groups_of(graph: OperatorGraph, size: int) -> OperatorRanges:

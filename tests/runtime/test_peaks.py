@@ -17,7 +17,7 @@ from graph.importer import import_module
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, build_plan
 from graph.schedule import GradientSums, MicroBatches, Schedule
-from graph.strategy import Sharding, Strategy
+from graph.strategy import Sharding, Strategy, with_whole_weights
 from graph.training import Training
 from profiler.operators.counter_rng import keep_mask
 from runtime.jobs.job import Job
@@ -25,7 +25,7 @@ from runtime.jobs.models import ModelReference
 from runtime.observe.measured_peak import bytes_alive, measure_peak
 from runtime.observe.memory_trace import PARTS, trace_memory
 from runtime.ranks import watchdog
-from tests.quick import seeds
+from tests.quick import few, seeds
 from tests.runtime.oracle import SEED, graph_of, reference
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import (
@@ -134,7 +134,7 @@ def on_two_devices(graph: OperatorGraph, sharding: Sharding, gradients: Gradient
     )
 
 
-@pytest.mark.parametrize("sharding", [Sharding.NONE, Sharding.OPTIMIZER])
+@pytest.mark.parametrize("sharding", Sharding)
 def test_gradients_summed_in_each_micro_batch_take_what_the_walk_says(
     pool: LocalPool, sharding: Sharding
 ) -> None:
@@ -147,7 +147,21 @@ def test_gradients_summed_in_each_micro_batch_take_what_the_walk_says(
         for gradients in GradientSums
     )
     last, each = (trace_memory(plan, Training(1), 0).peak_bytes for plan in plans)
-    assert (each < last) == (sharding is Sharding.OPTIMIZER)
+    assert (each < last) == (sharding is not Sharding.NONE)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("name", few(("perceptron",), ["viewed", *BATCHES]))
+def test_weights_in_shares_of_two_stages_take_what_the_walk_says(
+    pool: LocalPool, name: str, schedule: Schedule
+) -> None:
+    graph = graph_of(name, batch_size=SIZES[name])
+    strategy = replace(
+        staged(graph, [[0, 1], [2, 3]], 1, 1),
+        sharding=(Sharding.PARAMETERS,) * len(graph.weights),
+        micro_batches=MicroBatches(4, schedule),
+    )
+    check_against_a_run(pool, name, with_whole_weights(graph, strategy), "momentum")
 
 
 @pytest.mark.parametrize("credits_S", [(1, 1), (2, 1), (4, 4)])

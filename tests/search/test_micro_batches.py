@@ -12,8 +12,8 @@ from graph.calls import LocalCall
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRange
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import ONE_BATCH, GradientSums, MicroBatches, Schedule, stages_of
-from graph.strategy import Configuration, Sharding, Strategy
+from graph.schedule import GradientSums, MicroBatches, Schedule, stages_of
+from graph.strategy import Configuration, Sharding, Strategy, with_whole_weights
 from graph.topology import Topology
 from graph.training import Training
 from search.algorithms.best_tracker import BestTracker
@@ -306,16 +306,16 @@ def random_stages(
 
 
 def varied(strategy: Strategy, graph: OperatorGraph, rng: np.random.Generator) -> Strategy:
-    """Return a strategy with optimizers shared, groups made again, gradients summed in each, now and then."""
+    """Return a strategy with weights shared, groups made again, gradients summed in each, now and then."""
     if rng.random() < 0.5:
-        levels = [(Sharding.NONE, Sharding.OPTIMIZER)[rng.integers(2)] for _ in graph.weights]
+        levels = [tuple(Sharding)[rng.integers(3)] for _ in graph.weights]
         strategy = replace(strategy, sharding=tuple(levels))
     if rng.random() < 0.5:
         strategy = replace(strategy, recomputation=random_groups(graph, rng))
     if rng.random() < 0.5:
         each = replace(strategy.micro_batches, gradients=GradientSums.EACH)
         strategy = replace(strategy, micro_batches=each)
-    return strategy
+    return with_whole_weights(graph, strategy)
 
 
 def counted() -> OperatorGraph:
@@ -396,8 +396,10 @@ def check_step(builder: TaskGraphBuilder, strategy: Strategy) -> TaskGraph:
     """Tasks, what they wait for, times in three orders, and peaks are those of the slow reference."""
     tasks, step = builder.build(strategy), step_deriver(builder.graph, strategy, builder.topology)
     if strategy.micro_batches.schedule is ACTORS and builder.topology.acts:
-        once = builder.build(replace(strategy, micro_batches=ONE_BATCH))
-        step.act(once.resource_sets.flows[once.resource_set_T].tolist(), once.contention_ppm_D.tolist())
+        layout = builder.layout(strategy)
+        once, sets = layout.assemble()
+        flows = sets.flows[once.resource_set[: layout.task_count]]
+        step.act(flows.tolist(), builder.contention_ppm_D.tolist())
     expected = step.derive()
     assert tasks.run_ns_T.tolist() == [found.task.run_ns for found in expected]
     assert [tasks.resources(task) for task in range(tasks.task_count)] == [
@@ -496,12 +498,17 @@ def test_strategies_of_the_slow_reference_have_stages_chunks_shares_and_groups()
     assert any(
         len(set(plan.summed_each)) == 2 for strategy, plan in drawn if strategy.micro_batches.sums_each
     )
-    assert any(
-        bucket.sharding is Sharding.OPTIMIZER
-        for strategy, plan in drawn
-        if len(plan.stages) > 1
-        for bucket in plan.buckets
-    )
+    for sharding in (Sharding.OPTIMIZER, Sharding.PARAMETERS):
+        assert any(
+            bucket.sharding is sharding
+            for strategy, plan in drawn
+            if len(plan.stages) > 1
+            for bucket in plan.buckets
+        )
+    gathering = [(strategy.micro_batches, plan) for strategy, plan in drawn if plan.forward_gathers]
+    assert {micro_batches.schedule for micro_batches, _ in gathering} == {*Schedule} - {ZERO_BUBBLE}
+    assert {micro_batches.gradients for micro_batches, _ in gathering} == {*GradientSums}
+    assert {len(plan.stages) > 1 for _, plan in gathering if len(plan.forward_gathers) > 1} == {False, True}
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -17,13 +17,14 @@ from graph.training import Training
 from search.algorithms.best_tracker import builder_of, simulated
 from search.algorithms.pipeline import pipeline
 from search.algorithms.staging import Staging, Stagings, pipeline_baselines
+from search.algorithms.weight_sharding import share_weights
 from search.bounds.pipeline_costs import NO_SAVING
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.evaluate.evaluator import outcome
 from search.outcome import Outcome
 from search.problem import Problem
-from search.space.baselines import data_parallel, fsdp
+from search.space.baselines import data_parallel, fsdp, shared
 from search.space.pipelines import Split
 from tests.quick import few
 from tests.search.builders import (
@@ -184,6 +185,37 @@ def test_where_memory_is_short_a_strategy_that_fits_is_found() -> None:
     assert result.outcome.step_time_ns >= fastest.outcome.step_time_ns
 
 
+@pytest.mark.parametrize("name", ["branches", "joined"])
+def test_where_memory_is_short_weights_are_kept_in_shares_if_that_is_asked_for(name: str) -> None:
+    """Memories are as large as the 3-D parallelism with all of it in shares needs that takes least."""
+    ample = problem(GRAPHS[name], 4)
+    stagings = Stagings(ample)
+    strategies = [
+        stagings.strategy(replace(staging, shares_optimizer=True, shares_weights=True, sums_each=True))
+        for staging in stagings.baselines()
+    ]
+    in_shares = [strategy for strategy in strategies if strategy is not None]
+    builder = builder_of(ample)
+    needed_bytes = [int(builder.build(strategy).peak_memory_D.max()) for strategy in in_shares]
+    posed = replace(problem(GRAPHS[name], 4, memory_bytes=min(needed_bytes)), shares_weights=True)
+    result = pipeline(posed, most=MOST, seed=3)
+    assert not result.outcome.excess_bytes
+    result.strategy.validate(posed.graph, posed.device_count)
+    assert result == pipeline(posed, most=MOST, seed=3)
+    # Nobody else has strategies whose weights themselves are shared.
+    assert Sharding.PARAMETERS not in pipeline(ample, most=MOST, seed=3).strategy.sharding
+
+
+@pytest.mark.parametrize("schedule", [None, *Schedule])
+def test_algorithms_leave_weights_whole_that_no_stage_can_gather(schedule: Schedule | None) -> None:
+    posed = replace(problem(unrolled(), 4), schedule=schedule, shares_weights=True)
+    starts = [fsdp(posed.graph, 4), shared(posed.graph, data_parallel(posed.graph, 2), Sharding.PARAMETERS)]
+    for search in (pipeline, share_weights):
+        found = search(posed, starts, most=60, seed=1).strategy
+        assert found.micro_batches.count == 4
+        found.validate(posed.graph, posed.device_count)
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_a_share_of_every_stage_is_made_again_within_it(share: float) -> None:
     graph = unrolled(12)
@@ -207,7 +239,7 @@ def test_starts_are_taken_with_the_micro_batches_of_the_problem() -> None:
     for each in (start, late):
         result = pipeline(posed, [each], most=1)
         assert result.strategy.micro_batches == MicroBatches(4, Schedule.ONE_F_ONE_B)
-        assert Sharding.PARAMETERS not in result.strategy.sharding
+        assert result.strategy.sharding == each.sharding
         result.strategy.validate(posed.graph, 4)
     kept = replace(data_parallel(posed.graph, 4), micro_batches=MicroBatches(4, Schedule.GPIPE))
     assert pipeline(posed, [kept], most=1).strategy == kept

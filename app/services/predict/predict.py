@@ -134,6 +134,7 @@ class Setting:
     measurers: by device kind, of the kinds that this machine has.
     schedule, gradients: those asked for, of the model's micro-batches; None: any.
     on_miss: what becomes of calls without a cost.
+    shares_weights: whether a search may share weights themselves.
     """
 
     model: ImportedModel
@@ -148,6 +149,7 @@ class Setting:
     schedule: Schedule | None = None
     gradients: GradientSums | None = None
     on_miss: OnMiss = "estimate"
+    shares_weights: bool = False
 
     def in_micro_batches(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the micro-batches of the model, as they are asked for."""

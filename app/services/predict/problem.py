@@ -26,4 +26,5 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
         setting.model.request.micro_batches,
         setting.schedule,
         setting.gradients,
+        setting.shares_weights,
     )

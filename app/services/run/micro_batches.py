@@ -16,7 +16,7 @@ from app.db.store import Store
 from app.services.models.micro_batches import model_for
 from app.services.predict.named_strategies import follows_graph
 from graph.errors import UsageError
-from graph.schedule import with_credits
+from graph.schedule import Schedule, micro_batches_from_json, with_credits
 from graph.strategy import Sharding, Strategy, read_document
 from graph.synchronization import Policy, synchronization_from_json
 
@@ -96,10 +96,12 @@ def _check(request: RunRequest, document: Mapping[str, Any]) -> None:
             f"--policy: is {synchronization.policy}, must be fifo with {count} micro-batches; give --policy fifo"
         )
     levels = document.get("sharding", {})
-    if request.strategy == "fsdp" or (
-        isinstance(levels, Mapping) and Sharding.PARAMETERS.value in levels.values()
+    schedule = request.schedule or micro_batches_from_json(document.get("micro_batches", {})).schedule
+    if schedule is Schedule.ZERO_BUBBLE and (
+        request.strategy == "fsdp"
+        or (isinstance(levels, Mapping) and Sharding.PARAMETERS.value in levels.values())
     ):
         raise UsageError(
-            f"strategy {request.strategy}: keeps weights in shares, must keep them whole between steps with {count} "
-            "micro-batches; choose zero, which shares their optimizer's state"
+            f"strategy {request.strategy}: keeps weights in shares, must keep them whole with schedule {schedule}, for "
+            "the weight parts of backwards; choose another schedule, or zero, which shares their optimizer's state"
         )

@@ -52,8 +52,10 @@ def sharded_starts(store: Store, setting: Setting, starts: Sequence[StartStrateg
     strategies = {start.strategy for start in starts}
     return [
         _stored(store, setting, strategy, source, f"baseline {name}")
-        for source, name, strategy in _sharded(setting.model.graph, len(setting.topology.devices))
-        if strategy.sharding and strategy not in strategies
+        for source, name, baseline in _sharded(setting.model.graph, len(setting.topology.devices))
+        if (strategy := in_micro_batches(setting, baseline)) is not None
+        and strategy.sharding
+        and strategy not in strategies
     ]
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 DEFAULT_ALGORITHM = "pipeline"
 """Of a search with several micro-batches."""
-ALGORITHMS = frozenset({DEFAULT_ALGORITHM, "greedy", "random", "recomputation"})
+ALGORITHMS = frozenset({DEFAULT_ALGORITHM, "greedy", "random", "recomputation", "sharding"})
 """Those that simulate strategies with several micro-batches."""
 # Of these, those whose stages take turns on groups of devices.
-INTERLEAVED = frozenset({DEFAULT_ALGORITHM})
+INTERLEAVED = frozenset({DEFAULT_ALGORITHM, "sharding"})
 _AUTO = "auto"
 
 
@@ -59,10 +59,6 @@ def check_options(request: SearchRequest, names: Iterable[str]) -> None:
                 )
         return
     gradients_of(request)
-    if request.share_weights:
-        raise UsageError(
-            f"--share-weights: may share weights themselves, must be left out with {count} micro-batches; leave it out"
-        )
     if request.compile_stretches:
         raise UsageError(
             f"--compile: compiles operators, must be left out with {count} micro-batches; leave one of the two out"
@@ -85,7 +81,7 @@ def in_micro_batches(setting: Setting, strategy: Strategy) -> Strategy | None:
     if setting.model.request.micro_batches == 1:
         return strategy
     divided = setting.in_micro_batches(strategy)
-    with suppress(StrategyError):  # weights in shares, stages that do not take turns
+    with suppress(StrategyError):  # stages that do not take turns, or cannot gather weights
         divided.validate(setting.model.graph, len(setting.topology.devices))
         return divided
     return None

@@ -240,7 +240,12 @@ def search_setting(
     on_miss = request.on_miss or ("estimate" if target.machine is None else "measure")
     with prepare(store, model, target, training, on_miss, progress) as setting:
         measure_missing(setting, model.graph)
-        yield replace(setting, schedule=schedule_of(request), gradients=gradients_of(request))
+        yield replace(
+            setting,
+            schedule=schedule_of(request),
+            gradients=gradients_of(request),
+            shares_weights=request.share_weights,
+        )
 
 
 def measure_missing(setting: Setting, graph: OperatorGraph) -> None:
