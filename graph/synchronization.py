@@ -105,7 +105,12 @@ def read_synchronization(text: str, option: str) -> Synchronization:
 
 def slice_bounds(length: int, count: int) -> list[tuple[int, int]]:
     """Return the first and one beyond the last element of each of `count` slices, as equal as they can be."""
-    return [(length * number // count, length * (number + 1) // count) for number in range(count)]
+    return [slice_bound(length, count, number) for number in range(count)]
+
+
+def slice_bound(length: int, count: int, number: int) -> tuple[int, int]:
+    """Return the first and one beyond the last element of one of `count` slices."""
+    return length * number // count, length * (number + 1) // count
 
 
 # ---- as a part of strategies

@@ -18,7 +18,7 @@ from graph.intervals import Region
 from graph.plan import Plan
 from graph.pulls import SliceStart
 from graph.strategy import Sharding
-from graph.synchronization import slice_bounds
+from graph.synchronization import slice_bound, slice_bounds
 from runtime.instructions.base import Instruction
 from runtime.instructions.gradient_synchronization import (
     FillBucket,
@@ -168,8 +168,8 @@ class SynchronizationLowering:
             yield from (PullSlice(piece, late) for piece in pieces)
             return
         for flat in self._flats.get(start.bucket, ()):
-            bounds = slice_bounds(flat.flat.numel(), self._plan.slice_counts[start.bucket])
-            yield StartAllReduce(flat, *bounds[start.part], late)
+            count = self._plan.slice_counts[start.bucket]
+            yield StartAllReduce(flat, *slice_bound(flat.flat.numel(), count, start.part), late)
         for piece in pieces:
             yield StartPush(piece, start.part == piece.parts - 1, late)
 

@@ -12,7 +12,7 @@ from graph.intervals import shape, volume
 from graph.plan import Plan
 from graph.pulls import SliceStart
 from graph.strategy import Sharding
-from graph.synchronization import slice_bounds
+from graph.synchronization import slice_bound
 from graph.weight_placement import cells, share_elements
 from search.cost.cost_table import nanoseconds
 from search.simulate.rotated_window import RotatedWindow
@@ -47,7 +47,7 @@ class SlicesWindow(RotatedWindow):
         self.choices: dict[tuple[int, ...], Choices] = {}
         self.slices: list[list[int]] = [[] for _ in plan.buckets]
         self.pulls: list[list[int]] = [[] for _ in plan.buckets]
-        self.shares: dict[int, list[tuple[int, int]]] = {}
+        self.shares: dict[int, IntArray] = {}
         # The sum of each bucket in the step, and the gather of each that is shared; and for each weight, the buckets
         # that its cells are in.
         self.sums = np.flatnonzero(tasks.kind_T == TaskKind.SYNCHRONIZE).tolist()
@@ -75,7 +75,7 @@ class SlicesWindow(RotatedWindow):
         """Add the sum of a slice, which waits for what fills its bucket and for other tasks."""
         whole = self.sums[bucket]
         kind, _, resource_set, origin, _, _, size_bytes = self.step[whole]
-        first, last = slice_bounds(size_bytes, self.plan.slice_counts[bucket])[part]
+        first, last = slice_bound(size_bytes, self.plan.slice_counts[bucket], part)
         run_ns = self._sum_ns(whole, last - first, self.plan.buckets[bucket].sharding)
         column = (kind, run_ns, resource_set, origin, bucket, part, last - first)
         self.slices[bucket].append(self._add(column, [*self._waits(whole), *waits]))
@@ -139,29 +139,25 @@ class SlicesWindow(RotatedWindow):
     def _pull(self, bucket: int, part: int) -> None:
         """Add the update of a slice, on each device that has a share of it, and its gather."""
         kind, _, resource_set, origin, _, _, size_bytes = self.step[self.gathers[bucket]]
-        first, last = slice_bounds(size_bytes, self.plan.slice_counts[bucket])[part]
+        first, last = slice_bound(size_bytes, self.plan.slice_counts[bucket], part)
         waits = [self.slices[bucket][part]]
         if self.in_order:
-            elements_D = np.zeros(len(self.latest_D), np.int64)
-            for device, elements in self._shares(bucket):
-                bounds = slice_bounds(elements, self.plan.slice_counts[bucket])[part]
-                elements_D[device] = bounds[1] - bounds[0]
+            count, shares_D = self.plan.slice_counts[bucket], self._shares_D(bucket)
+            elements_D = shares_D * (part + 1) // count - shares_D * part // count
             self._updates(elements_D, dict.fromkeys(self.plan.buckets[bucket].devices, waits))
         waits = [*waits, *self._here(bucket)]
         run_ns = self._alone_ns(resource_set, last - first)
         column = (kind, run_ns, resource_set, origin, bucket, part, last - first)
         self.pulls[bucket].append(self._add(column, waits))
 
-    def _shares(self, bucket: int) -> list[tuple[int, int]]:
-        """Return how many elements each device of a bucket has a share of."""
-        if bucket in self.shares:
-            return self.shares[bucket]
-        devices = self.plan.buckets[bucket].devices
-        elements = [0] * len(devices)
-        for entry in self.plan.buckets[bucket].entries:
-            for holder, count in enumerate(share_elements(shape(entry.cell.region), len(devices))):
-                elements[holder] += count
-        self.shares[bucket] = list(zip(devices, elements, strict=True))
+    def _shares_D(self, bucket: int) -> IntArray:  # noqa: N802 - the shape suffix
+        """Return how many elements of a bucket each device has a share of."""
+        if bucket not in self.shares:
+            elements_D = np.zeros(len(self.latest_D), np.int64)
+            devices = self.plan.buckets[bucket].devices
+            for entry in self.plan.buckets[bucket].entries:
+                elements_D[list(devices)] += share_elements(shape(entry.cell.region), len(devices))
+            self.shares[bucket] = elements_D
         return self.shares[bucket]
 
     def _update(self, operator: int) -> None:
