@@ -10,6 +10,10 @@ So nothing can deadlock: a wait on one rank is always for something that stands 
     forward of the operators that only renew buffers, in the same way; the exchange that renews buffers where they
     are read; the optimizer's update; the collection of the weights whose update was shared.
 
+The policies of `graph.synchronization` leave a part of that to the next step's forward. Of p3 with shared updates,
+slices are updated where their gathers (pulls) start (`Plan.starts`), in the backward or before an operator of the next
+forward, which also waits for the pulls of what it is the first to read.
+
 Of a group of operators whose activations are not kept (`graph.recomputation`), each device makes its own again just
 before the backward of the group's last operator; nothing is sent again.
 
@@ -40,9 +44,10 @@ from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
-from graph.schedule import ONE_BATCH, Schedule, Stage, Unit, common_order, stages_of
-from graph.strategy import Sharding, Strategy
-from graph.synchronization import Policy, Synchronization, started_after
+from graph.pulls import Bounds, Pull, SliceStart, check_pulls, slice_starts
+from graph.schedule import ONE_BATCH, Phase, Schedule, Stage, Unit, common_order, stages_of
+from graph.strategy import Sharding, Strategy, stays_whole
+from graph.synchronization import Policy, Synchronization
 from graph.weight_placement import (
     cells,
     held_regions,
@@ -89,6 +94,8 @@ class Plan:
     buckets: in the order of their all-reduces; `after` is the operator whose backward completes them.
     slice_order: for each slice of a bucket, in the order in which their sums start, the bucket.
     gather_order: the buckets whose update is shared, in the order in which their updated weights are gathered.
+    pulls: of p3, the gathers of updated slices of these buckets, in the order in which they start; the k-th of a bucket
+        is that of its slice k.
     forward_gathers, backward_gathers: by the operator before which they must be there, in the order in which these
         operators come.
     """
@@ -108,6 +115,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     slice_order: tuple[int, ...]
     gather_order: tuple[int, ...]
+    pulls: tuple[Pull, ...]
     forward_gathers: Gathers
     backward_gathers: Gathers
 
@@ -160,9 +168,51 @@ class Plan:
         return tuple(counts[number] for number in range(len(self.buckets)))
 
     @cached_property
-    def sums_after(self) -> list[list[tuple[int, int]]]:
-        """For each bucket, the sums that start once it is full: pairs of (bucket, number of the slice)."""
-        return started_after(self.slice_order, len(self.buckets))
+    def starts(self) -> list[list[SliceStart]]:
+        """For each place (`graph.pulls`), the sums and pulls of slices that start there, in their order."""
+        places = [self._place(pull) for pull in self.pulls]
+        count = len(self.buckets) + len(self.graph.order.of_loss)
+        return slice_starts(self.slice_order, self.pulls, places, count)
+
+    def starts_before(self, operator: int) -> list[SliceStart]:
+        """Return the pulls that start before an operator's next forward, and the sums that go behind them."""
+        return self.starts[len(self.buckets) + self._forward_place[operator]] if self.pulls else []
+
+    @cached_property
+    def _forward_place(self) -> dict[int, int]:
+        return {index: place for place, index in enumerate(self.graph.order.of_loss)}
+
+    def _place(self, pull: Pull) -> int:
+        if pull.phase is Phase.FORWARD:
+            return len(self.buckets) + self._forward_place[pull.operator]
+        return max(k for k, bucket in enumerate(self.buckets) if bucket.after >= pull.operator)
+
+    def stands_at(self, place: int) -> tuple[Phase, int]:
+        """Return after or before which operator a place of pulls is."""
+        if place < len(self.buckets):
+            return Phase.BACKWARD, self.buckets[place].after
+        return Phase.FORWARD, self.graph.order.of_loss[place - len(self.buckets)]
+
+    @cached_property
+    def pull_bounds(self) -> Bounds:
+        """Where pulls may be: before the first operator that reads a bucket's weights, and after the last one."""
+        whole, count = stays_whole(self.graph), len(self.buckets)
+        return Bounds(
+            tuple(
+                count if any(entry.weight in whole for entry in bucket.entries) else number
+                for number, bucket in enumerate(self.buckets)
+            ),
+            tuple(count + place for place in self.first_read),
+            tuple(k for k, bucket in enumerate(self.buckets) if bucket.sharding is Sharding.OPTIMIZER),
+        )
+
+    @cached_property
+    def pulls_awaited(self) -> dict[int, tuple[int, ...]]:
+        """For each operator, the buckets whose pulls are awaited before its forward: it is the first to read them."""
+        result: dict[int, list[int]] = {}
+        for number in dict.fromkeys(pull.bucket for pull in self.pulls):
+            result.setdefault(self.graph.order.of_loss[self.first_read[number]], []).append(number)
+        return {index: tuple(numbers) for index, numbers in result.items()}
 
     @cached_property
     def updated_before(self) -> dict[int, tuple[str, ...]]:
@@ -202,7 +252,7 @@ class Plan:
     @cached_property
     def first_read(self) -> tuple[int, ...]:
         """For each bucket, the place in the forward of the first operator that reads any of its weights."""
-        place = {index: place for place, index in enumerate(self.graph.order.of_loss)}
+        place = self._forward_place
         first = {name: place[index] for index, names in self.updated_before.items() for name in names}
         return tuple(min(first[entry.weight] for entry in bucket.entries) for bucket in self.buckets)
 
@@ -268,6 +318,7 @@ class Plan:
         synchronization: Synchronization,
         slice_order: Sequence[int] = (),
         gather_order: Sequence[int] = (),
+        pulls: Sequence[Pull] = (),
     ) -> Plan:
         parts = (self.graph, self.strategy, self.held, self.active, synchronization.size_bytes)
         # Of each micro-batch a stage sums its gradients before its backward ends.
@@ -288,12 +339,34 @@ class Plan:
             buckets=buckets,
             slice_order=tuple(slice_order) or tuple(in_order),
             gather_order=tuple(gather_order) or tuple(gathered),
+            pulls=(),
             forward_gathers=forward_gathers,
             backward_gathers=backward_gathers,
         )
+        if plan.updates_late and gathered:
+            return plan._with_pulls(pulls)
         if gather_order or not plan.gathers_late:
             return plan
-        return replace(plan, gather_order=tuple(sorted(gathered, key=plan.first_read.__getitem__)))
+        return replace(plan, gather_order=plan._by_first_read)
+
+    @property
+    def _by_first_read(self) -> tuple[int, ...]:
+        """The buckets whose update is shared, in the order in which their weights are read first."""
+        return tuple(sorted(self.gather_order, key=self.first_read.__getitem__))
+
+    def _with_pulls(self, pulls: Sequence[Pull]) -> Plan:
+        """Return the plan with pulls; where there are none, with the latest ones that come in time."""
+        if pulls:
+            plan = replace(self, pulls=tuple(pulls))
+            check_pulls(pulls, plan.slice_order, plan.starts, plan.pull_bounds)
+            return plan
+        order, count = self.graph.order.of_loss, len(self.slice_order)
+        latest = tuple(
+            Pull(number, Phase.FORWARD, order[self.first_read[number]], count)
+            for number in self._by_first_read
+            for _ in range(self.slice_counts[number])
+        )
+        return replace(self, pulls=latest)
 
     @cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -333,6 +406,7 @@ def build_plan(
     every_element: bool = False,
     slice_order: Sequence[int] = (),
     gather_order: Sequence[int] = (),
+    pulls: Sequence[Pull] = (),
 ) -> Plan:
     """Return the plan of a validated strategy.
 
@@ -346,9 +420,11 @@ def build_plan(
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
         slice_order: see `Plan`; without one, buckets follow each other as they become full.
         gather_order: see `Plan`; without one, gathers are in the order of the buckets, late ones of their first reads.
+        pulls: see `Plan`; without them, each is before the first operator that needs it.
 
     Raises:
-        ValueError: `slice_order` is of other slices, or `gather_order` of other buckets.
+        ValueError: `slice_order` or `pulls` are of other slices, or `gather_order` of other buckets; pulls are too soon
+            or too late.
     """
     cache: ExchangeCache = {}
     exchanges = {
@@ -387,13 +463,14 @@ def build_plan(
         buckets=(),
         slice_order=(),
         gather_order=(),
+        pulls=(),
         forward_gathers={},
         backward_gathers={},
     )
     synchronization = strategy.synchronization
     if bucket_bytes is not None:
         synchronization = replace(synchronization, size_bytes=bucket_bytes)
-    return plan._synchronized(synchronization, slice_order, gather_order)
+    return plan._synchronized(synchronization, slice_order, gather_order, pulls)
 
 
 def consumers_of(graph: OperatorGraph, strategy: Strategy, value: str) -> list[Consumer]:

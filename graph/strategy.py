@@ -225,10 +225,10 @@ class Strategy:
         for key, ranges in self._ranges().items():
             check_ranges(graph, ranges, key)
         check_algorithms(self.collective_algorithms, device_count)
-        if self.sharding and self.synchronization.policy is Policy.P3:
+        if Sharding.PARAMETERS in self.sharding and self.synchronization.policy is Policy.P3:
             raise StrategyError(
-                "synchronization: policy p3 is for weights that every holder keeps whole, must be fifo, tic or tac "
-                "where weights are shared; correct the strategy"
+                "synchronization: policy p3 is for weights that every holder keeps whole between steps, must be fifo, "
+                "tic or tac where weights are kept in shares; choose one, or share their optimizer alone"
             )
         self._check_micro_batches(graph)
 

@@ -3,13 +3,15 @@
     fifo      buckets of DistributedDataParallel's kind, in the order in which the backward fills them; all weights are
               updated when all sums are there, and gathered where their update was shared
     p3        P3: slices. Those of the weights that the next forward reads first go first, and each weight is updated
-              just before the first operator that reads it, so that sums last into the next forward
+              just before the first operator that reads it, so that sums last into the next forward. Where updates are
+              shared, gradients are reduce-scattered in slices (push), each device updates its share of a slice, and
+              the slice is gathered (pull); an operator waits for the pulls of the weights that it reads
     tic, tac  TicTac, for weights whose update is shared: sums as with fifo, but the gathers of updated weights last
               into the next forward, in which an operator waits for the weights that it reads. They go in the order of
               the timing-independent policy TIC, or of the timing-aware TAC
 
-All devices start sums and gathers in one static order (`Plan.slice_order`, `Plan.gather_order`), never by a queue of
-their own.
+All devices start sums and gathers in one static order (`Plan.slice_order`, `Plan.gather_order`, `Plan.pulls`), never by
+a queue of their own.
 
 Sources: P3, priority-based parameter propagation (SysML 2019): slices of at most 50,000 parameters, priority by the
 position of the layer in the forward. TicTac (SysML 2019): the order of parameter transfers.
@@ -17,7 +19,7 @@ position of the layer in the forward. TicTac (SysML 2019): the order of paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -103,23 +105,12 @@ def read_synchronization(text: str, option: str) -> Synchronization:
 
 def slice_bounds(length: int, count: int) -> list[tuple[int, int]]:
     """Return the first and one beyond the last element of each of `count` slices, as equal as they can be."""
-    return [(length * number // count, length * (number + 1) // count) for number in range(count)]
+    return [slice_bound(length, count, number) for number in range(count)]
 
 
-def started_after(order: Sequence[int], buckets: int) -> list[list[tuple[int, int]]]:
-    """Return, for each bucket, the slices that start once it is full: pairs of (bucket, number of the slice).
-
-    order: for each slice, in the order in which they start, its bucket. A slice starts as soon as all buckets that it
-        or a slice before it is of are full, which they are in the order of their numbers.
-    """
-    result: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]
-    begun = [0] * buckets
-    latest = 0
-    for bucket in order:
-        latest = max(latest, bucket)
-        result[latest].append((bucket, begun[bucket]))
-        begun[bucket] += 1
-    return result
+def slice_bound(length: int, count: int, number: int) -> tuple[int, int]:
+    """Return the first and one beyond the last element of one of `count` slices."""
+    return length * number // count, length * (number + 1) // count
 
 
 # ---- as a part of strategies

@@ -122,9 +122,10 @@ def run(
         typer.Option(
             "--policy",
             help="How weights are synchronized: fifo (gradients are summed in buckets, as they become full), p3 (in "
-            "slices, the first layers' first, into the next step's forward), tic or tac (where updates are shared: "
-            "weights are gathered in this order, into the next step's forward), each alone or with a size in bytes as "
-            "in p3:200000. Default: what the strategy says.",
+            "slices, the first layers' first, into the next step's forward; where updates are shared, slices are "
+            "gathered so, too), tic or tac (where updates are shared: weights are gathered in this order, into the "
+            "next step's forward), each alone or with a size in bytes as in p3:200000. Default: what the strategy "
+            "says.",
         ),
     ] = None,
     on_miss: Annotated[

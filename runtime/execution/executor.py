@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from graph.training import Training
 from profiler.updates import UpdateState, apply_update, initial_state
 from runtime.communication import World
 from runtime.execution.step import CopiedRead, Held, StepRunner, whole_parts
+from runtime.instructions.gradient_synchronization import UpdateFirst
+from runtime.instructions.shared_slices import PullSlice
+from runtime.instructions.state import PartRange
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -53,10 +56,10 @@ class InitialTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Weights that are updated together: the rank's parts of them, and the optimizer's state."""
+    """What is updated together: the rank's parts of weights, or ranges of them, and the optimizer's state."""
 
-    weights: tuple[str, ...]
-    parts: tuple[torch.Tensor, ...]
+    ranges: tuple[PartRange, ...]
+    tensors: tuple[torch.Tensor, ...]
     optimizer: UpdateState
 
 
@@ -97,24 +100,30 @@ class Executor(StepRunner):
             self.count_loss(tensors.buffers, tensors.micro_batches)
         self._optimizer = training.optimizer
         self._learning_rate = learning_rate
-        together = [unit.weights for unit in self._program.late_updates]
-        self._units = {
-            weights: self._unit(weights)
-            for weights in (together if plan.updates_late else [self._program.updated])
-        }
+        self._part = {part.number: part for of in self._program.parts.values() for part in of}
+        self._units = {ranges: self._unit(ranges) for ranges in self._updated_together()}
         self._copies: dict[str, list[CopiedRead]] = {}
         for copy in self._refreshed:
             self._copies.setdefault(copy.weight, []).append(copy)
-        # Weights whose update by the last step's gradients is left to the next step's forward.
-        self._due: set[str] = set()
-        self._state.update = self._update_in_forward
+        self._state.update = self._update_ranges
         self._state.copy_reads = self._copy_reads_of
+        self._state.drop_gradients = self._drop_gradients
 
-    def _unit(self, weights: tuple[str, ...]) -> _Unit:
-        parts = tuple(
-            self._state.parts[part.number] for name in weights for part in self._program.parts[name]
-        )
-        return _Unit(weights, parts, initial_state(self._optimizer, parts))
+    def _updated_together(self) -> Iterator[tuple[PartRange, ...]]:
+        """Yield the parts of weights, or ranges of them, that are updated at once."""
+        if not self._plan.updates_late:
+            parts = self._program.parts
+            yield tuple(PartRange(part.number) for name in self._program.updated for part in parts[name])
+            return
+        for item in self._program.instructions:
+            if isinstance(item, UpdateFirst):
+                yield item.ranges
+            elif isinstance(item, PullSlice):
+                yield item.slice.ranges
+
+    def _unit(self, ranges: tuple[PartRange, ...]) -> _Unit:
+        tensors = tuple(item.of(self._state.parts[item.part]) for item in ranges)
+        return _Unit(ranges, tensors, initial_state(self._optimizer, tensors))
 
     @property
     def weight_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -136,21 +145,23 @@ class Executor(StepRunner):
         """
         self.differentiate(number)
         if self._plan.updates_late:
-            self._due.update(self._program.updated)
+            self._state.work_left = True
         else:
             self.update_own()
             super().make_weights_whole()
 
+    def differentiate(self, number: int, *, loss_scale: float = 1.0) -> None:
+        """Execute one step as `StepRunner.differentiate`; its forward does what the step before has left to it."""
+        super().differentiate(number, loss_scale=loss_scale)
+        self._state.work_left = False
+
     def finish(self) -> None:
         """Do what was left to the next step: updates of weights, gathers of updated ones. Gradients stay."""
-        for gather in self._program.late_gathers:
-            gather.run(self._state)
-        if self._due:
-            for unit in self._program.late_updates:
-                for waiting in unit.finishes:
-                    waiting.run(self._state)
-                self._update_unit(self._units[unit.weights])
-            self._due.clear()
+        self._state.drop_gradients = lambda _weights: None
+        for instruction in self._program.late:
+            instruction.run(self._state)
+        self._state.drop_gradients = self._drop_gradients
+        self._state.work_left = False
 
     @property
     def in_succession(self) -> bool:
@@ -170,31 +181,30 @@ class Executor(StepRunner):
     def update_own(self) -> None:
         """Update this rank's parts of the weights."""
         if self._plan.updates_late:
-            self._due.update(self._program.updated)
+            self._state.work_left = True
             self.finish()
             return
         for unit in self._units.values():
             self._update_unit(unit)
 
-    def _update_in_forward(self, weights: tuple[str, ...]) -> None:
-        """Update weights that the next operator reads, if they are due, and forget their gradients."""
-        if not self._due.issuperset(weights):
-            return
-        self._update_unit(self._units[weights])
+    def _update_ranges(self, ranges: tuple[PartRange, ...]) -> None:
+        self._update_unit(self._units[ranges])
+
+    def _drop_gradients(self, weights: tuple[str, ...]) -> None:
         for name in weights:
             self._state.gradients.pop(self._program.held[name][0])
-        self._copy_reads_of(weights)
-        self._due.difference_update(weights)
+            for part in self._program.parts[name]:
+                self._state.shard_gradients.pop(part.number, None)
 
     def _copy_reads_of(self, weights: tuple[str, ...]) -> None:
         self._copy_reads([copy for name in weights for copy in self._copies.get(name, ())])
 
     def _update_unit(self, unit: _Unit) -> None:
-        gradients = [self._gradient(part) for name in unit.weights for part in self._program.parts[name]]
-        apply_update(self._optimizer, unit.parts, gradients, unit.optimizer, self._learning_rate)
+        gradients = [item.of(self._gradient(self._part[item.part])) for item in unit.ranges]
+        apply_update(self._optimizer, unit.tensors, gradients, unit.optimizer, self._learning_rate)
 
     def _begin_step(self) -> None:
-        if not self._due:
+        if not self._state.work_left:
             super()._begin_step()
 
     def gradients(self) -> dict[str, list[Held]]:

@@ -140,6 +140,9 @@ class StepRunner:
                 own = torch.empty(joined_shape(parts), dtype=held.dtype, device=self._device)
             else:
                 own = selection.take(held)
+                if not (parts[0].alone or own.is_contiguous()) and self._program.late:
+                    # It is updated in ranges of its elements.
+                    own = torch.empty(own.shape, dtype=held.dtype, device=self._device)
         self._own[name] = own
         for part, tensor in zip(parts, split_joined(parts, own), strict=True):
             self._state.parts[part.number] = tensor

@@ -9,7 +9,7 @@ first rank adds them to the sums so far, the others begin at zero, so that one m
 of them, without memory beside the flat tensor.
 
 With the policy p3 (`graph.synchronization`) sums last into the next step's forward, in which each weight is updated
-just before it is read first.
+just before it is read first; of weights whose update is shared see `runtime.instructions.shared_slices`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graph.intervals import Region, volume
 from graph.operators import OperatorGraph
 from runtime.instructions.base import Communication, Instruction
 from runtime.instructions.selections import Selection
-from runtime.instructions.state import StepState
+from runtime.instructions.state import PartRange, StepState
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,18 @@ class FillBucket(Communication):
 
 @dataclass(frozen=True, slots=True)
 class StartAllReduce(Communication):
-    """Starts the all-reduce of a slice of a full bucket: of its elements from `first` to before `last`."""
+    """Starts the all-reduce of a slice of a full bucket: of its elements from `first` to before `last`.
+
+    late: in the forward of the next step, where the step before has left it.
+    """
 
     bucket: FlatBucket
     first: int
     last: int
+    late: bool = False
 
     def run(self, state: StepState) -> None:
-        if self.first < self.last:
+        if self.first < self.last and (state.work_left or not self.late):
             work = state.world.all_reduce(self.bucket.flat[self.first : self.last], self.bucket.ranks)
             state.all_reduces.setdefault(self.bucket.number, []).append(work)
 
@@ -132,15 +136,28 @@ class FinishAllReduce(Communication):
 
 @dataclass(frozen=True, slots=True)
 class UpdateFirst(Instruction):
-    """Updates weights of which the step before has left gradients, after the waits for the buckets that have them."""
+    """Updates weights of which the step before has left gradients, after the waits for the buckets that have them.
+
+    weights: of which the rank has nothing more to update then. ranges: the parts that are updated here, those in no
+    shared slice. copies: of parts of them that have memory of their own, back into the weights.
+    """
 
     weights: tuple[str, ...]
     finishes: tuple[FinishAllReduce, ...]
+    ranges: tuple[PartRange, ...]
+    copies: tuple[Instruction, ...] = ()
 
     def run(self, state: StepState) -> None:
+        if not state.work_left:
+            return
         for finish in self.finishes:
             finish.run(state)
-        state.update(self.weights)
+        if self.ranges:
+            state.update(self.ranges)
+        for copy in self.copies:
+            copy.run(state)
+        state.drop_gradients(self.weights)
+        state.copy_reads(self.weights)
 
 
 def entries_by_dtype(

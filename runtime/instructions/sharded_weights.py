@@ -175,7 +175,7 @@ def _view(flat: torch.Tensor, start: int, sizes: tuple[int, ...]) -> torch.Tenso
     return flat.narrow(0, start, torch.Size(sizes).numel()).view(sizes)
 
 
-def _free(tensor: torch.Tensor) -> None:
+def free(tensor: torch.Tensor) -> None:
     """Free a tensor's memory now: a thread of the communication library may keep the tensor alive for a moment."""
     tensor.untyped_storage().resize_(0)
 
@@ -186,7 +186,61 @@ def _finish_reduce_scatter(number: int, state: StepState) -> None:
     if started is not None:
         work, flat = started
         state.world.wait(work)
-        _free(flat)
+        free(flat)
+
+
+def pack_gradients(group: ShardGroup, state: StepState) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of a group that this rank has, zeros for the others, slice by slice, and its own sums' room.
+
+    The gradients of the rank's parts are views of that room from now on. Where gradients are summed in every
+    micro-batch, the rank adds its share of the sums so far to its own slice.
+    """
+    flat, result = group.empty(len(group.ranks)), group.empty(1)
+    for cell in group.cells:
+        gradient = state.gradients.get(cell.slot)
+        if cell.even >= 0:
+            together = group.shares_in(flat, cell)
+            if gradient is None:
+                together.zero_()
+            else:
+                together.copy_(group.shares_of(gradient, cell))
+            del together
+        for holder, selection in enumerate(cell.shares if cell.even < 0 else ()):
+            if selection is None:
+                continue
+            target = _view(flat, holder * group.length + cell.offset, selection.shape)
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(selection.take(gradient))
+        own = cell.shares[group.ranks.index(state.world.rank)]
+        if cell.own is not None and own is not None:
+            sums = state.shard_gradients.get(cell.own) if group.sums_each else None
+            if sums is not None:
+                group.own_in(flat, cell, own, state.world.rank).add_(sums)
+            state.shard_gradients[cell.own] = _view(result, cell.offset, own.shape)
+        del gradient
+        if cell.whole:
+            state.gradients.pop(cell.slot)
+        elif group.sums_each:
+            for selection in cell.shares:
+                if selection is not None:
+                    state.gradients.take_out(cell.slot, selection)
+    return flat, result
+
+
+def write_shares(group: ShardGroup, flat: torch.Tensor, state: StepState) -> None:
+    """Copy gathered shares, slice by slice, into the weights."""
+    for cell in group.cells:
+        # Not the tensor itself: autograd would take its new memory for other values.
+        weight = state.weights[cell.slot].data
+        if cell.even >= 0:
+            group.shares_of(weight, cell).copy_(group.shares_in(flat, cell))
+            continue
+        for holder, selection in enumerate(cell.shares):
+            if selection is not None:
+                start = holder * group.length + cell.offset
+                selection.put(weight, _view(flat, start, selection.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +248,7 @@ class StartReduceScatter(Communication):
     """Packs the gradients that this rank has, zeros for the others, and starts their reduce-scatter.
 
     It waits for the one before first, so that one at most is under way. Where gradients are summed in every
-    micro-batch, it takes those that have come since the last sum, and the rank adds its share of the sums so far to its
-    own slice.
+    micro-batch, it takes those that have come since the last sum.
     """
 
     group: ShardGroup
@@ -204,37 +257,7 @@ class StartReduceScatter(Communication):
         for number in tuple(state.reduce_scatters):
             _finish_reduce_scatter(number, state)
         group = self.group
-        flat, result = group.empty(len(group.ranks)), group.empty(1)
-        for cell in group.cells:
-            gradient = state.gradients.get(cell.slot)
-            if cell.even >= 0:
-                together = group.shares_in(flat, cell)
-                if gradient is None:
-                    together.zero_()
-                else:
-                    together.copy_(group.shares_of(gradient, cell))
-                del together
-            for holder, selection in enumerate(cell.shares if cell.even < 0 else ()):
-                if selection is None:
-                    continue
-                target = _view(flat, holder * group.length + cell.offset, selection.shape)
-                if gradient is None:
-                    target.zero_()
-                else:
-                    target.copy_(selection.take(gradient))
-            own = cell.shares[group.ranks.index(state.world.rank)]
-            if cell.own is not None and own is not None:
-                sums = state.shard_gradients.get(cell.own) if group.sums_each else None
-                if sums is not None:
-                    group.own_in(flat, cell, own, state.world.rank).add_(sums)
-                state.shard_gradients[cell.own] = _view(result, cell.offset, own.shape)
-            del gradient
-            if cell.whole:
-                state.gradients.pop(cell.slot)
-            elif group.sums_each:
-                for selection in cell.shares:
-                    if selection is not None:
-                        state.gradients.take_out(cell.slot, selection)
+        flat, result = pack_gradients(group, state)
         work = state.world.reduce_scatter_in_place(result, flat, group.ranks)
         state.reduce_scatters[group.number] = (work, flat)
 
@@ -277,17 +300,8 @@ class FinishAllGather(Communication):
         group = self.group
         work, flat = state.all_gathers.pop(group.number)
         state.world.wait(work)
-        for cell in group.cells:
-            # Not the tensor itself: autograd would take its new memory for other values.
-            weight = state.weights[cell.slot].data
-            if cell.even >= 0:
-                group.shares_of(weight, cell).copy_(group.shares_in(flat, cell))
-                continue
-            for holder, selection in enumerate(cell.shares):
-                if selection is not None:
-                    start = holder * group.length + cell.offset
-                    selection.put(weight, _view(flat, start, selection.shape))
-        _free(flat)
+        write_shares(group, flat, state)
+        free(flat)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,21 @@ class GradientStore:
         return total
 
 
+@dataclass(frozen=True, slots=True)
+class PartRange:
+    """A part of a weight that a rank updates, by its number: all of it, or elements in row-major order.
+
+    bounds: the first and one beyond the last element.
+    """
+
+    part: int
+    bounds: tuple[int, int] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the range of the part, or of a tensor like it, as a view; a range of elements is flat."""
+        return tensor if self.bounds is None else tensor.view(-1)[slice(*self.bounds)]
+
+
 @dataclass(slots=True)
 class MicroBatchState:
     """What each micro-batch has of its own: values and gradients by slot, and messages under way.
@@ -162,14 +177,23 @@ class StepState:
         self.all_gathers: dict[int, tuple[Any, torch.Tensor]] = {}
         # By number of a group: the gathers that the last update has left to the next forward.
         self.gathers_due: set[int] = set()
+        # Of slices of groups: by number of the group, packed gradients and the room for the rank's own sums; by slice,
+        # the work of its sum and the tensor that must stay alive until then; by group, those of its gathers.
+        self.packed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pushes: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
+        self.pulls: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         # By number of a part of a weight: its value, and the sum of its gradients. By slot: the rank's weights.
         self.parts: dict[int, torch.Tensor] = {}
         self.shard_gradients: dict[int, torch.Tensor] = {}
         self.weights: dict[int, torch.Tensor] = {}
         self.renewed: dict[int, torch.Tensor] = {}
-        # Updates weights by the gradients that the step before has left, where it has; who executes steps sets it.
-        self.update: Callable[[tuple[str, ...]], None] = lambda _weights: None
-        # Copies the parts of weights that are read as copies; who executes steps sets it, too.
+        # Whether the step before has left updates, sums and gathers to this one's forward.
+        self.work_left = False
+        # Updates parts of weights by the gradients that the step before has left; who executes steps sets it.
+        self.update: Callable[[tuple[PartRange, ...]], None] = lambda _ranges: None
+        # Drops the gradients that weights were updated by, and copies the parts of weights that are read as copies; who
+        # executes steps sets both, too.
+        self.drop_gradients: Callable[[tuple[str, ...]], None] = lambda _weights: None
         self.copy_reads: Callable[[tuple[str, ...]], None] = lambda _weights: None
         # Of all micro-batches so far.
         self.loss: torch.Tensor | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from graph.collective_algorithms import Choices
 from graph.errors import RuntimeFailure
 from graph.operators import OperatorGraph
+from graph.pulls import Pull
 from graph.strategy import Strategy
 from graph.training import Training
 from runtime.jobs.models import ModelReference
@@ -44,8 +45,8 @@ class Job:
     communications: whether recorded steps have messages and collectives, too; these make waits a little longer.
     peak: measure the peak memory of one more step, the last (`runtime.observe.measured_peak`).
     all_reduces: by ranks, the algorithms of all-reduces over them; of others the library's own.
-    slice_order, gather_order: in which order slices of buckets are summed, and updated weights gathered
-        (`graph.plan.Plan`); without one, as buckets become full.
+    slice_order, gather_order, pulls: in which order slices of buckets are summed, and updated weights or slices
+        gathered (`graph.plan.Plan`); without one, as buckets become full.
     """
 
     graph: OperatorGraph
@@ -65,6 +66,7 @@ class Job:
     all_reduces: Mapping[tuple[int, ...], Choices] = field(default_factory=dict)
     slice_order: tuple[int, ...] = ()
     gather_order: tuple[int, ...] = ()
+    pulls: tuple[Pull, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -82,6 +84,7 @@ class Job:
             bucket_bytes,
             slice_order=self.slice_order,
             gather_order=self.gather_order,
+            pulls=self.pulls,
         )
 
     def without_caches(self) -> Job:

@@ -40,11 +40,10 @@ from runtime.instructions.compute import (
     Seed,
     Unrecorded,
 )
-from runtime.instructions.gradient_synchronization import UpdateFirst
 from runtime.instructions.messages import ReceiveGradients
 from runtime.instructions.region_assembly import Recipe
 from runtime.instructions.selections import Selection
-from runtime.instructions.sharded_weights import AwaitGathers, WeightPart, parts_of
+from runtime.instructions.sharded_weights import WeightPart, parts_of
 from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
 from runtime.lowering.differentiation import differentiation
 from runtime.lowering.loss_count import counted_loss, over_all
@@ -71,8 +70,8 @@ class Program:
     parts: for each weight of the rank, the parts that the rank updates.
     sharded: the weights that the rank holds in these parts, and whole only while they are read.
     after_update: the all-gathers of weights whose shares other ranks have updated.
-    late_updates: of the instructions those that update weights, each before the first operator that reads it.
-    late_gathers: of the instructions those that wait for updated weights, likewise.
+    late: of the instructions those that do what the step before has left: updates of weights, sums and gathers, and
+        the waits for them.
     kept: for each value that stays after the step, the regions of it that the rank makes, and their slots.
     gradient_homes: of several micro-batches, by slot, the place in its bucket of the gradient of each weight that is
         one cell: a gradient beside the bucket would take its memory twice for as long as the step lasts.
@@ -88,8 +87,7 @@ class Program:
     parts: dict[str, tuple[WeightPart, ...]]
     sharded: frozenset[str]
     after_update: tuple[Instruction, ...]
-    late_updates: tuple[UpdateFirst, ...]
-    late_gathers: tuple[AwaitGathers, ...]
+    late: tuple[Instruction, ...]
     kept: dict[str, tuple[tuple[Region, int], ...]]
     gradient_homes: dict[int, torch.Tensor]
     actors: ActorRuns | None
@@ -143,10 +141,9 @@ class _Lowering:
                 if made != read:
                     self._leaf_readers.setdefault(read, set()).add(self._group_of[node.operator])
         self._expect_messages()
-        late_updates = self.synchronization.late_updates()
-        late_gathers = self.synchronization.late_gathers()
+        late = self.synchronization.late()
         # Operators that only renew buffers come last: no rank waits for their messages (statistics of all devices).
-        self._forward(self.graph.order.of_loss, nodes, inputs, {**late_updates, **late_gathers})
+        self._forward(self.graph.order.of_loss, nodes, inputs, late)
         self._loss()
         finished = self._backward(nodes, inputs)
         self._runs.enter_renewals()
@@ -169,8 +166,7 @@ class _Lowering:
             parts=self.synchronization.parts,
             sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
-            late_updates=tuple(late_updates.values()),
-            late_gathers=tuple(late_gathers.values()),
+            late=tuple(item for index in self.graph.order.of_loss for item in late.get(index, ())),
             kept={name: tuple(self.slots.made(name)) for name in sorted(self.kept)},
             gradient_homes=self.synchronization.gradient_homes(),
             actors=actors,
@@ -291,7 +287,7 @@ class _Lowering:
         operators: Sequence[int],
         nodes: list[list[tuple[Node, Make]]],
         inputs: dict[Node, tuple[int, ...]],
-        late: Mapping[int, Instruction],
+        late: Mapping[int, Sequence[Instruction]],
     ) -> None:
         for index in operators:
             self._runs.enter(Phase.FORWARD, index)
@@ -302,11 +298,10 @@ class _Lowering:
         operators: Sequence[int],
         nodes: list[list[tuple[Node, Make]]],
         inputs: dict[Node, tuple[int, ...]],
-        late: Mapping[int, Instruction] = MappingProxyType({}),
+        late: Mapping[int, Sequence[Instruction]] = MappingProxyType({}),
     ) -> None:
         for index in operators:
-            if index in late:
-                self.instructions.append(late[index])
+            self.instructions.extend(late.get(index, ()))
             self.instructions.extend(self.prefetch.before_forward(index))
             for local in self.slots.assemblies.get(index, ()):
                 if local.assembly.remote_pieces:

@@ -52,6 +52,7 @@ from runtime.instructions.sharded_weights import (
     StartAllGather,
     StartReduceScatter,
 )
+from runtime.instructions.shared_slices import AwaitPulls, PackGradients, PullSlice, StartPush
 from runtime.instructions.state import StepState
 from runtime.lowering.program import Program
 from runtime.lowering.tensor_slots import TensorSlots
@@ -101,7 +102,10 @@ def record_step(
     with executor.running((*observed, _Tail(clock)), listening):
         executor.differentiate(number)
     clock.begin(Label("update", WEIGHTS, f"update device {world.rank}"))
-    executor.update_own()
+    # What a step leaves to the next one is done here.
+    clock.waits_for = _GATHERS if plan.pulls else _waiting(WEIGHT_GRADIENTS)
+    with executor.running((), listening):
+        executor.update_own()
     if executor.program.after_update:
         clock.begin(_GATHERS)
         clock.waits_for = _GATHERS
@@ -343,13 +347,15 @@ class _Names:
                     _waiting(WEIGHT_GRADIENTS),
                     None,
                 )
-            case StartReduceScatter():
+            case StartReduceScatter() | PackGradients() | StartPush():
                 return Label("copy", WEIGHT_GRADIENTS, "pack gradients to share"), _SUMS, None
             case FinishReduceScatter():
                 return Label("copy", WEIGHT_GRADIENTS, "end of a shared sum"), _SUMS, None
             case StartAllGather():
                 return Label("copy", WEIGHTS, "pack shares of weights"), _END, None
-            case FinishAllGather() | AwaitGathers() | AllocateWeights() | FillWeights():
+            case PullSlice():
+                return Label("update", WEIGHTS, f"update and pack shares of device {self._rank}"), _SUMS, None
+            case FinishAllGather() | AwaitGathers() | AwaitPulls() | AllocateWeights() | FillWeights():
                 return Label("copy", WEIGHTS, "write gathered weights"), _GATHERS, None
             case Reshard():
                 return Label("copy", WEIGHTS, "drop gathered weights"), _END, None

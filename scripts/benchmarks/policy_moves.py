@@ -85,7 +85,7 @@ def _fastest(graph: OperatorGraph, strategy: Strategy, builder: TaskGraphBuilder
     from search.simulate.steady_state import in_steady_state
 
     steps = {}
-    for synchronization in candidates("auto", shared=bool(strategy.sharding)):
+    for synchronization in candidates("auto", frozenset(strategy.sharding)):
         changed = replace(strategy, synchronization=synchronization)
         changed.validate(graph, len(builder.topology.devices))
         tasks = in_steady_state(builder.build(changed), changed, builder)

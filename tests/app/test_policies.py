@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from app.services.search.policies import candidates
+from graph.strategy import Sharding
+from graph.synchronization import Policy
 from tests.app.conftest import Command
 
 NETWORK = (
@@ -59,12 +62,21 @@ def test_a_run_gathers_shared_updates_in_the_next_forward(command: Command) -> N
     assert done.document["verified"]
     assert done.document["synchronization"] == {"policy": "tac", "bucket_bytes": 1024}
     assert done.document["losses"] == pytest.approx(plain.document["losses"], rel=1e-5)
-    refused = command(*zero, "--policy", "p3")
-    assert refused.code == 2
-    assert refused.errors.startswith(
-        "error: synchronization: policy p3 is for weights that every holder keeps whole"
-    )
-    assert len(refused.errors.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_run_pushes_and_pulls_slices_of_shared_updates(command: Command) -> None:
+    zero = (*RUN, "--strategy", "zero", "--optimizer", "adam")
+    plain = command(*zero)
+    done = command(*zero, "--policy", "p3:1024", "--verify", "--profile")
+    assert done.code == 0, done
+    assert done.document["verified"]
+    assert done.document["synchronization"] == {"policy": "p3", "slice_bytes": 1024}
+    assert done.document["losses"] == pytest.approx(plain.document["losses"], rel=1e-5)
+    assert "p3, slices of 1,024 bytes" in command("strategy", "show", done.document["digest"]).output
+    compared = command("compare", "--execution", str(done.document["execution"]), "--json")
+    assert compared.code == 0, compared
+    assert 0 <= compared.document["recorded_scheduling_efficiency"] <= 1
 
 
 @pytest.mark.usefixtures("known_links")
@@ -110,7 +122,21 @@ def test_a_policy_that_is_none_is_refused_before_anything_is_begun(
 
 
 @pytest.mark.usefixtures("known_links")
-def test_weights_that_are_shared_are_not_summed_in_slices(command: Command) -> None:
-    refused = command(*RUN, "--strategy", "zero", "--policy", "p3")
+def test_weights_that_are_kept_in_shares_are_not_summed_in_slices(command: Command) -> None:
+    refused = command(*RUN, "--strategy", "fsdp", "--policy", "p3")
     assert refused.code == 2
-    assert "policy p3 is for weights that every holder keeps whole" in refused.errors
+    assert refused.errors.startswith(
+        "error: synchronization: policy p3 is for weights that every holder keeps whole between steps"
+    )
+    assert len(refused.errors.splitlines()) == 1
+
+
+def test_auto_tries_what_a_strategy_may_have() -> None:
+    """Slices wherever weights are whole between steps, late gathers wherever something is shared."""
+    for levels, tried in (
+        ((), {Policy.FIFO, Policy.P3}),
+        ((Sharding.NONE, Sharding.OPTIMIZER), {Policy.FIFO, Policy.TIC, Policy.P3}),
+        ((Sharding.OPTIMIZER, Sharding.PARAMETERS), {Policy.FIFO, Policy.TIC}),
+    ):
+        assert {of.policy for of in candidates("auto", frozenset(levels))} == tried
+        assert len(candidates("p3", frozenset(levels))) == (Sharding.PARAMETERS not in levels)

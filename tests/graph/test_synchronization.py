@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from graph.errors import StrategyError, UsageError
 from graph.plan import Plan, build_plan
+from graph.pulls import Pull, slice_starts
+from graph.schedule import Phase
 from graph.strategy import Sharding, strategy_from_json
 from graph.synchronization import (
     BY_DEFAULT,
@@ -20,11 +22,11 @@ from graph.synchronization import (
     p3,
     read_synchronization,
     slice_bounds,
-    started_after,
     synchronization_from_json,
     synchronization_to_json,
 )
 from search.space.baselines import data_parallel, shared
+from tests.runtime.strategies import random_pulls
 from tests.search.builders import branches, random_mesh, two_layers
 
 SIZES = st.integers(1024, 2**40)
@@ -99,15 +101,17 @@ def test_the_default_has_the_buckets_of_distributed_data_parallel() -> None:
     assert BY_DEFAULT.slice_count(2**30) == 1
 
 
-def test_weights_that_are_shared_are_not_summed_in_slices() -> None:
+def test_weights_that_are_kept_in_shares_are_not_summed_in_slices() -> None:
     graph = two_layers()
-    sharded = shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER)
-    sharded.validate(graph, 2)
-    replace(sharded, synchronization=Synchronization(Policy.TIC)).validate(graph, 2)
+    for synchronization in (Synchronization(Policy.TIC), p3()):
+        sharing = shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER)
+        replace(sharing, synchronization=synchronization).validate(graph, 2)
+    kept = shared(graph, data_parallel(graph, 2), Sharding.PARAMETERS)
     with pytest.raises(
-        StrategyError, match=r"^synchronization: policy p3 is for weights that every holder keeps"
+        StrategyError,
+        match=r"^synchronization: policy p3 is for weights that every holder keeps whole between steps, must be fifo",
     ):
-        replace(sharded, synchronization=p3()).validate(graph, 2)
+        replace(kept, synchronization=p3()).validate(graph, 2)
 
 
 def plan_in_order(seed: int, gather_order: Sequence[int] = ()) -> Plan:
@@ -138,6 +142,53 @@ def test_late_gathers_are_awaited_by_the_first_reader_and_in_their_order(seed: i
     assert started == buckets
 
 
+def plan_of_pulls(slice_order: Sequence[int] = (), pulls: Sequence[Pull] = ()) -> Plan:
+    """Return a plan of two linear layers whose updates are shared, with slices of 64 bytes."""
+    graph = two_layers()
+    strategy = replace(shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER), synchronization=p3(64))
+    return build_plan(graph, strategy, [0, 0], slice_order=slice_order, pulls=pulls)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pulls_start_behind_their_sums_and_before_their_readers(seed: int) -> None:
+    order = list(plan_of_pulls().slice_order)
+    np.random.default_rng(seed).shuffle(order)
+    pulls = random_pulls(plan_of_pulls(), order, seed)
+    plan = plan_of_pulls(order, pulls)
+    started = [(place, start) for place, of in enumerate(plan.starts) for start in of]
+    assert [start.bucket for _, start in started if start.is_pull] == [pull.bucket for pull in pulls]
+    assert [start.bucket for _, start in started if not start.is_pull] == order
+    assert len({start for _, start in started}) == len(started)
+    slices = [(start.bucket, start.part, start.is_pull) for _, start in started]
+    for bucket, part, is_pull in slices:
+        if is_pull:
+            assert slices.index((bucket, part, False)) < slices.index((bucket, part, True))
+    for place, start in started:
+        assert plan.pull_bounds.soonest[start.bucket] <= place <= plan.pull_bounds.latest[start.bucket]
+    awaited = [number for numbers in plan.pulls_awaited.values() for number in numbers]
+    assert sorted(awaited) == sorted({pull.bucket for pull in pulls})
+
+
+def test_pulls_that_cannot_be_are_refused() -> None:
+    plan = plan_of_pulls()
+    pulls, last = plan.pulls, plan.graph.order.of_loss[-1]
+    for wrong, message in (
+        (pulls[1:], "are of"),
+        ((replace(pulls[0], sums=0), *pulls[1:]), "comes before the sum of its slice"),
+        (
+            (pulls[0], replace(pulls[1], sums=1), *pulls[2:]),
+            "has fewer sums before it than the one ahead of it",
+        ),
+        ((replace(pulls[0], operator=last), *pulls[1:]), "comes after its reader"),
+    ):
+        with pytest.raises(ValueError, match=rf"^pulls: .*{message}"):
+            plan_of_pulls((), wrong)
+    # The last bucket is not full yet where the first one is.
+    soon = Pull(pulls[0].bucket, Phase.BACKWARD, plan.buckets[0].after, len(plan.slice_order))
+    starts = plan_of_pulls((), (soon, *pulls[1:])).starts
+    assert min(place for place, of in enumerate(starts) for start in of if start.is_pull) >= soon.bucket
+
+
 def test_an_order_of_other_gathers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^gather_order: is \[0\], must be of the buckets \["):
         plan_in_order(0, (0,))
@@ -156,7 +207,9 @@ def test_slices_are_the_whole_one_after_the_other_and_nearly_equal(length: int, 
 def test_sums_start_in_their_order_each_as_soon_as_it_can(counts: list[int], random: object) -> None:
     order = [bucket for bucket, count in enumerate(counts) for _ in range(count)]
     random.shuffle(order)  # type: ignore[attr-defined]
-    started = started_after(order, len(counts))
+    started = [
+        [(start.bucket, start.part) for start in of] for of in slice_starts(order, (), (), len(counts))
+    ]
     assert [bucket for of in started for bucket, _ in of] == order
     for full, of in enumerate(started):
         assert all(bucket <= full for bucket, _ in of)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from graph.axes import AxisKind, Degrees, tasks
 from graph.operator_ranges import OperatorRange, OperatorRanges
 from graph.operators import Operator, OperatorGraph
+from graph.plan import Plan
+from graph.pulls import Pull
 from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding, Strategy, stays_whole, with_whole_weights
 
@@ -133,6 +136,39 @@ def randomly_shared(strategy: Strategy, graph: OperatorGraph, seed: int) -> Stra
         Sharding.OPTIMIZER if one.name in whole else generator.choice(list(Sharding)) for one in graph.weights
     ]
     return with_whole_weights(graph, replace(strategy, sharding=tuple(levels)))
+
+
+def without_kept_shares(strategy: Strategy) -> Strategy:
+    """Return the strategy with the update alone shared of weights that are kept in shares."""
+    levels = (Sharding.OPTIMIZER if level is Sharding.PARAMETERS else level for level in strategy.sharding)
+    return replace(strategy, sharding=tuple(levels))
+
+
+def random_pulls(plan: Plan, slice_order: Sequence[int], seed: int) -> tuple[Pull, ...]:
+    """Return pulls of a plan of p3 in a random order, with sums between them, each at a random place."""
+    generator = random.Random(seed)
+    bounds = plan.pull_bounds
+    # Sums in their order, and each pull somewhere behind the sum of its slice.
+    starts: list[tuple[int, bool]] = []
+    summed: list[int] = []
+    for bucket in slice_order:
+        starts.append((bucket, False))
+        summed += [bucket] if bucket in bounds.shared else []
+        while summed and generator.random() < 0.4:
+            starts.append((summed.pop(generator.randrange(len(summed))), True))
+    generator.shuffle(summed)
+    starts += [(bucket, True) for bucket in summed]
+    # Each stands before who needs it, or any of those behind it.
+    ends = list(accumulate((bounds.latest[bucket] for bucket, _ in reversed(starts)), min))[::-1]
+    pulls: list[Pull] = []
+    at = sums = 0
+    for (bucket, is_pull), end in zip(starts, ends, strict=True):
+        at = max(at, bounds.soonest[bucket] if is_pull else bucket)
+        if is_pull:
+            at = generator.randint(at, end)
+            pulls.append(Pull(bucket, *plan.stands_at(at), sums))
+        sums += not is_pull
+    return tuple(pulls)
 
 
 def groups_of(graph: OperatorGraph, size: int) -> OperatorRanges:

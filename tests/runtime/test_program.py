@@ -13,7 +13,7 @@ import torch
 
 from graph.axes import AxisKind
 from graph.plan import build_plan
-from graph.schedule import GradientSums, MicroBatches, Schedule
+from graph.schedule import GradientSums, MicroBatches, Phase, Schedule
 from graph.strategy import Configuration, Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, p3
 from runtime.communication import World
@@ -37,13 +37,22 @@ from runtime.instructions.sharded_weights import (
     StartAllGather,
     StartReduceScatter,
 )
+from runtime.instructions.shared_slices import AwaitPulls, PullSlice, StartPush
 from runtime.jobs.models import tensors_of
 from runtime.lowering.program import Program, compile_program
 from runtime.lowering.tensor_slots import TensorSlots
 from runtime.observe.memory_trace import SilentWorld
 from search.space.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
-from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared, staged
+from tests.runtime.strategies import (
+    by_kind,
+    in_turn,
+    random_pulls,
+    random_strategy,
+    randomly_shared,
+    staged,
+    without_kept_shares,
+)
 
 CPU = torch.device("cpu")
 
@@ -90,6 +99,9 @@ class Rank:
         self.started: list[tuple[tuple[int, ...], int]] = []
         # The reduce-scatter that was started last.
         self.scattered: tuple[tuple[int, ...], int] | None = None
+        # By slice of a group, its sum and its gather.
+        self.pushed: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+        self.pulled: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
 
 
 class Model:
@@ -125,6 +137,20 @@ class Model:
             rank.micro_batch = instruction.number
         if not all(self._arrived(rank, slot) for slot in awaited_by(instruction)):
             return False
+        if isinstance(instruction, AwaitPulls):
+            return all(
+                self._ended(*rank.pulled[piece.key]) for of_group in instruction.slices for piece in of_group
+            )
+        if isinstance(instruction, PullSlice):
+            piece = instruction.slice
+            if not self._ended(*rank.pushed[piece.key]):
+                return False
+            what = ("pull", piece.first, piece.last, piece.group.dtype)
+            rank.pulled[piece.key] = piece.group.ranks, self._issue(rank, piece.group.ranks, what)
+        if isinstance(instruction, StartPush):
+            piece = instruction.slice
+            what = ("push", piece.first, piece.last, piece.group.dtype)
+            rank.pushed[piece.key] = piece.group.ranks, self._issue(rank, piece.group.ranks, what)
         if isinstance(instruction, FinishAllReduce):
             bucket = instruction.bucket
             return self._ended(bucket.ranks, self.number_in_group[rank.number, bucket.number])
@@ -289,6 +315,36 @@ def test_slices_in_any_order_match_and_nothing_deadlocks(name: str, *, late: boo
             assert started == (1 + late) * [number for number in order if number in own]
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "viewed"])
+def test_pushes_and_pulls_in_any_order_match_and_nothing_deadlocks(name: str, *, late: bool) -> None:
+    """Of two steps; and ranks start what they share in one order over all groups, as one thread of each needs it.
+
+    Of a step by itself updates are those of whole buckets.
+    """
+    graph, devices, pulled, early = graph_of(name), 4, 0, 0
+    for seed in range(8):
+        strategy = randomly_shared(random_strategy(graph, devices, seed), graph, seed)
+        strategy = replace(without_kept_shares(strategy), synchronization=p3(60))
+        plan = build_plan(graph, strategy, (0,) * devices)
+        order = list(plan.slice_order)
+        random.Random(seed).shuffle(order)
+        pulls = random_pulls(plan, order, seed)
+        plan = build_plan(graph, strategy, (0,) * devices, slice_order=order, pulls=pulls)
+        programs = [compile_program(plan, rank, CPU, in_succession=late) for rank in range(devices)]
+        pulled += len(pulls)
+        early += sum(pull.phase is Phase.BACKWARD for pull in pulls)
+        model = Model([twice(program) for program in programs])
+        assert model.run(), f"seed {seed}: a rank waits for ever"
+        assert model.sent == model.received
+        assert model.groups_agree()
+        assert_common_order(model, devices)
+        kinds = {type(item) for program in programs for item in program.instructions}
+        assert late or not kinds & {StartPush, PullSlice}
+    assert pulled
+    assert early or name != "perceptron"
+
+
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "viewed"])
 def test_late_gathers_in_any_order_match_and_nothing_deadlocks(name: str) -> None:
     """Of two steps; and ranks start what they share in one order over all groups, as one thread of each needs it."""
@@ -304,17 +360,22 @@ def test_late_gathers_in_any_order_match_and_nothing_deadlocks(name: str) -> Non
         assert model.run(), f"seed {seed}: a rank waits for ever"
         assert model.sent == model.received
         assert model.groups_agree()
-        late += sum(len(program.late_gathers) for program in programs)
-        started = [model.started_by(rank) for rank in range(devices)]
-        for one, other in combinations(started, 2):
-            common = set(one) & set(other)
-            assert [item for item in one if item in common] == [item for item in other if item in common]
+        late += sum(len(program.late) for program in programs)
+        assert_common_order(model, devices)
     assert late
+
+
+def assert_common_order(model: Model, devices: int) -> None:
+    """Assert that any two ranks start what both take part in in the same order."""
+    started = [model.started_by(rank) for rank in range(devices)]
+    for one, other in combinations(started, 2):
+        common = set(one) & set(other)
+        assert [item for item in one if item in common] == [item for item in other if item in common]
 
 
 def twice(program: Program) -> Program:
     """Return a program of two steps, of which the first one has no sums and no gathers to wait for."""
-    late = {id(item) for item in (*program.late_updates, *program.late_gathers)}
+    late = {id(item) for item in program.late}
     first = [item for item in program.instructions if id(item) not in late]
     between: list[Instruction] = []
     for item in program.after_update:

@@ -230,8 +230,10 @@ def test_the_modules_own_state_stays(tmp_path: Path) -> None:
     assert not torch.equal(trainer.state_dict()["first.weight"], before["first.weight"])
 
 
-def test_late_updates_are_fallen_back_from_with_a_warning() -> None:
+@pytest.mark.parametrize("sharing", [Sharding.NONE, Sharding.OPTIMIZER])
+def test_late_updates_are_fallen_back_from_with_a_warning(sharing: Sharding) -> None:
     module, strategy, args, kwargs = perceptron()
+    strategy = replace(strategy, sharding=(sharing,) * len(dict(module.named_parameters())))
     losses = []
     for synchronization in (strategy.synchronization, p3(1024)):
         chosen = replace(strategy, synchronization=synchronization)

@@ -12,13 +12,14 @@ from graph.collective_algorithms import BY_LIBRARY, read_algorithm
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import build_plan
+from graph.pulls import SliceStart, slice_starts
 from graph.strategy import Sharding, Strategy
-from graph.synchronization import Policy, Synchronization, p3, slice_bounds, started_after
+from graph.synchronization import Policy, Synchronization, p3, slice_bounds
 from graph.training import Training
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import Curve, LinkCosts
-from search.simulate.simulator import simulate, simulate_tasks
-from search.simulate.steady_state import gather_order, in_steady_state, slice_order
+from search.simulate.simulator import Simulation, simulate, simulate_tasks
+from search.simulate.steady_state import gather_order, in_steady_state, pulls, slice_order
 from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel, shared
 from tests.search.builders import GraphBuilder, all_reduces, devices, local_calls, random_mesh
@@ -213,26 +214,48 @@ def window_of(
     return strategy, tasks, in_steady_state(tasks, strategy, builder)
 
 
+def pulled_window(
+    name: str, topology_name: str, seed: int, size_bytes: int
+) -> tuple[Strategy, TaskGraph, TaskGraph]:
+    """Return a random strategy of p3 that shares the updates of some weights, the graph of one step, and the window."""
+    graph, topology = GRAPHS[name], TOPOLOGIES[topology_name]
+    rng = np.random.default_rng(seed)
+    strategy = shared(graph, random_mesh(graph, len(topology.devices), rng), Sharding.OPTIMIZER)
+    # Of every second strategy some weights are summed whole.
+    levels = tuple(level if seed % 2 or rng.random() < 0.7 else Sharding.NONE for level in strategy.sharding)
+    strategy = replace(strategy, sharding=levels, synchronization=p3(size_bytes))
+    builder = builder_of(graph, topology)
+    tasks = builder.build(strategy)
+    return strategy, tasks, in_steady_state(tasks, strategy, builder)
+
+
+WINDOWS = {"whole updates": window_of, "shared updates": pulled_window}
+
+
 def updates_ns(tasks: TaskGraph) -> np.ndarray:
     """Return how long each device updates weights."""
     updates = tasks.kind_T == TaskKind.UPDATE
     return np.bincount(tasks.resource_set_T[updates], tasks.run_ns_T[updates], minlength=9)
 
 
+@pytest.mark.parametrize("updates", WINDOWS)
 @pytest.mark.parametrize("topology_name", TOPOLOGIES)
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_window_has_the_work_of_a_step_in_another_order(name: str, topology_name: str) -> None:
+def test_a_window_has_the_work_of_a_step_in_another_order(
+    name: str, topology_name: str, updates: str
+) -> None:
     for seed in range(4):
-        strategy, step, window = window_of(name, topology_name, seed, BUCKET_BYTES)
+        strategy, step, window = WINDOWS[updates](name, topology_name, seed, BUCKET_BYTES)
         for kind in TaskKind:
             own, moved = (tasks.kind_T == kind for tasks in (step, window))
-            if kind not in (TaskKind.SYNCHRONIZE, TaskKind.UPDATE):
+            if kind not in (TaskKind.SYNCHRONIZE, TaskKind.UPDATE, TaskKind.UPDATE_GATHER):
                 assert sorted(step.run_ns_T[own]) == sorted(window.run_ns_T[moved])
             assert step.size_bytes_T[own].sum() == window.size_bytes_T[moved].sum()
         slices = window.kind_T == TaskKind.SYNCHRONIZE
         assert (window.size_bytes_T[slices] <= BUCKET_BYTES).all()
         own, moved = (updates_ns(tasks) for tasks in (step, window))
-        assert np.abs(own - moved).max() <= len(strategy.configurations)  # rounded once a unit
+        units = len(strategy.configurations) + int(np.count_nonzero(window.kind_T == TaskKind.UPDATE_GATHER))
+        assert np.abs(own - moved).max() <= units  # rounded once a unit
         for order in ("program", "fifo", "priority"):
             simulation = simulate_tasks(window, order)
             least_ns, most_ns = simulation.bounds_ns
@@ -265,16 +288,20 @@ def test_all_slices_are_in_the_order_and_start_once_their_buckets_are_full() -> 
         GRAPHS["branches"], strategy, [d.node for d in TOPOLOGIES["two nodes"].devices], slice_order=order
     )
     assert plan.slice_order == order
-    started = [entry for of in plan.sums_after for entry in of]
-    assert [bucket for bucket, _ in started] == list(order)
+    started = [start for of in plan.starts for start in of]
+    assert [start.bucket for start in started] == list(order)
     assert len(set(started)) == len(started) == sum(plan.slice_counts)
-    for full, of in enumerate(plan.sums_after):
-        assert all(bucket <= full for bucket, _ in of)
+    for full, of in enumerate(plan.starts):
+        assert all(start.bucket <= full for start in of)
+
+
+def started(order: Sequence[int], buckets: int) -> list[list[tuple[int, int]]]:
+    return [[(start.bucket, start.part) for start in of] for of in slice_starts(order, (), (), buckets)]
 
 
 def test_slices_start_no_sooner_than_those_before_them() -> None:
-    assert started_after([0, 0, 2, 1, 2], 3) == [[(0, 0), (0, 1)], [], [(2, 0), (1, 0), (2, 1)]]
-    assert started_after([1, 0], 2) == [[], [(1, 0), (0, 0)]]
+    assert started([0, 0, 2, 1, 2], 3) == [[(0, 0), (0, 1)], [], [(2, 0), (1, 0), (2, 1)]]
+    assert started([1, 0], 2) == [[], [(1, 0), (0, 0)]]
 
 
 def test_an_order_of_other_slices_is_refused() -> None:
@@ -293,6 +320,134 @@ def test_buckets_of_another_size_are_those_of_the_plan(size_bytes: int) -> None:
     sums = tasks.size_bytes_T[tasks.kind_T == TaskKind.SYNCHRONIZE].tolist()
     assert sums == [bucket.size_bytes for bucket in build_plan(graph, strategy, [0] * 3).buckets]
     assert in_steady_state(tasks, strategy, builder) is tasks
+
+
+# ---- pulls of shared slices
+
+
+def shared_step(widths: Sequence[int], f: Sequence[int], b: Sequence[int], size_bytes: int) -> Simulation:
+    """Simulate p3 of data parallelism with shared updates over two devices that communication does not slow."""
+    graph = chain(widths)
+    strategy = replace(
+        shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER), synchronization=p3(size_bytes)
+    )
+    return simulate(
+        graph, strategy, devices(2, contention=0.0), CostTable(ChainCosts(f, b, widths)), TRAINING,
+        links=GATHERS, local_calls=local_calls,
+    )  # fmt: skip
+
+
+def unrolled_ns(simulation: Simulation, strategy: Strategy, f: Sequence[int], b: Sequence[int]) -> int:
+    """Execute four steps one behind the other, instruction by instruction; return what the last one takes.
+
+    From the end of a forward to that of the next, on devices that all do the same, beside one channel.
+    """
+    tasks = simulation.tasks
+    plan = build_plan(tasks.graph, strategy, [0, 0], slice_order=slice_order(tasks), pulls=pulls(tasks))
+    layers = [
+        index
+        for index, operator in enumerate(tasks.graph.operators)
+        if operator.target.endswith("linear.default")
+    ]
+    compute = channel = 0
+    ends: dict[SliceStart, int] = {}
+    marks: list[int] = []
+
+    def start(started: SliceStart) -> None:
+        nonlocal compute, channel
+        size_bytes = plan.buckets[started.bucket].size_bytes
+        first, last = slice_bounds(size_bytes, plan.slice_counts[started.bucket])[started.part]
+        if started.is_pull:
+            compute = max(compute, ends[replace(started, is_pull=False)])
+        channel = max(channel, compute) + int((last - first) * 0.5e-3 / UNIT_BYTES * 1e9 + 0.5)
+        ends[started] = channel
+
+    for step in range(4):
+        for index in tasks.graph.order.of_loss:
+            if step:
+                for started in plan.starts_before(index):
+                    start(started)
+                for number in plan.pulls_awaited.get(index, ()):
+                    for part in range(plan.slice_counts[number]):
+                        compute = max(compute, ends[SliceStart(number, part, is_pull=True)])
+            compute += f[layers.index(index)] * UNIT_NS if index in layers else 0
+        marks.append(compute)
+        for index in reversed(tasks.graph.order.of_loss):
+            compute += b[layers.index(index)] * UNIT_NS if index in layers else 0
+            for number in plan.buckets_after.get(index, ()):
+                for started in plan.starts[number]:
+                    start(started)
+    return marks[-1] - marks[-2]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_pushes_and_pulls_take_what_sums_take_in_the_papers_small_cases(row: str) -> None:
+    """Each is half an all-reduce. A device updates between operators alone: a pull may wait for the end of one."""
+    widths, (f, b, _), layers, (_, _, fluid) = ROWS[row]
+    taken = shared_step(widths, [f] * layers, [b] * layers, UNIT_BYTES // 4).step_time_ns
+    assert fluid * UNIT_NS <= taken <= (fluid + 0.5) * UNIT_NS
+    assert taken <= gathers_ns(widths, [f] * layers, [b] * layers, Policy.TIC, 1)
+
+
+def test_a_large_layer_behind_small_ones_is_pushed_and_pulled_while_these_compute() -> None:
+    simulation = shared_step((4, 4, 4, 24), [1] * 3, [1] * 3, UNIT_BYTES)
+    assert simulation.step_time_ns == 10 * UNIT_NS
+    # Sums of the large layer go behind the pulls of the small ones.
+    assert min(pull.sums for pull in pulls(simulation.tasks)) < len(slice_order(simulation.tasks))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_steady_state_of_pulls_is_the_difference_of_unrolled_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(2, 6))
+    # Even widths: the two shares of a weight are equal.
+    widths = (2 * rng.choice(np.arange(2, 24), layers + 1, replace=False)).tolist()
+    f, b = (rng.integers(0, 9, layers).tolist() for _ in range(2))
+    c = [4 * inner * out / UNIT_BYTES for inner, out in pairwise(widths)]
+    for size_bytes in (64, 256, 4096):
+        simulation = shared_step(widths, f, b, size_bytes)
+        graph = simulation.tasks.graph
+        strategy = replace(
+            shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER), synchronization=p3(size_bytes)
+        )
+        assert simulation.step_time_ns == unrolled_ns(simulation, strategy, f, b)
+        assert simulation.step_time_ns >= fluid_units(f, b, c) * UNIT_NS - 1e5
+        if size_bytes == 64:
+            # All sums before all updates, and gathers behind them.
+            assert simulation.step_time_ns <= (fifo_units(f, b, c) + max(*f, *b)) * UNIT_NS + 1e5
+
+
+@pytest.mark.parametrize("topology_name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_pulls_are_in_the_order_of_the_window_and_forwards_wait_for_them(
+    name: str, topology_name: str
+) -> None:
+    graph, nodes = GRAPHS[name], [device.node for device in TOPOLOGIES[topology_name].devices]
+    for seed in range(6):
+        strategy, _, window = pulled_window(name, topology_name, seed, 40)
+        order, pulled = slice_order(window), pulls(window)
+        plan = build_plan(graph, strategy, nodes, slice_order=order, pulls=pulled)
+        simulation = simulate_tasks(window)
+        both = np.flatnonzero(np.isin(window.kind_T, (TaskKind.SYNCHRONIZE, TaskKind.UPDATE_GATHER)))
+        is_pull = window.kind_T[both] == TaskKind.UPDATE_GATHER
+        columns = window.subject_T[both].tolist(), window.part_T[both].tolist(), is_pull.tolist()
+        assert [start for of in plan.starts for start in of] == [
+            SliceStart(*of_start) for of_start in zip(*columns, strict=True)
+        ]
+        # Bytes are those of the buckets, once pushed and once pulled.
+        for number, bucket in enumerate(plan.buckets):
+            own = window.subject_T[both] == number
+            assert window.size_bytes_T[both[own & ~is_pull]].sum() == bucket.size_bytes
+            shares_update = bucket.sharding is Sharding.OPTIMIZER
+            assert window.size_bytes_T[both[own & is_pull]].sum() == shares_update * bucket.size_bytes
+        ends_ns = simulation.end_ns[both[is_pull]].tolist()
+        for task in np.flatnonzero(window.kind_T == TaskKind.FORWARD).tolist():
+            operator, device = int(window.subject_T[task]), int(window.resource_set_T[task])
+            for pull, end_ns in zip(pulled, ends_ns, strict=True):
+                bucket = plan.buckets[pull.bucket]
+                reads = any(entry.weight in graph.operators[operator].inputs for entry in bucket.entries)
+                if reads and device in bucket.devices and operator in graph.order.of_loss:
+                    assert simulation.start_ns[task] >= end_ns
 
 
 # ---- late gathers

@@ -313,7 +313,7 @@ def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[N
 def _job(request: RunRequest, setting: Setting, strategy: Strategy, simulation: Simulation) -> Job:
     from runtime.jobs.job import Job
     from runtime.jobs.models import ModelReference
-    from search.simulate.steady_state import gather_order, slice_order
+    from search.simulate.steady_state import gather_order, pulls, slice_order
 
     synchronization = strategy.synchronization
     return Job(
@@ -333,6 +333,7 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy, simulation: 
             setting.model.graph, strategy, setting.topology, setting.target.link_costs
         ),
         slice_order=slice_order(simulation.tasks) if synchronization.policy is Policy.P3 else (),
+        pulls=pulls(simulation.tasks) if synchronization.policy is Policy.P3 else (),
         gather_order=gather_order(simulation.tasks) if synchronization.orders_gathers else (),
     )
 

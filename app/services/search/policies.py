@@ -11,6 +11,7 @@ from app.services.search.predictions import SearchPredictions
 from app.services.search.report import SearchReport
 from app.services.search.run_algorithms import SearchPlan
 from app.services.stored import strategy_of
+from graph.strategy import Sharding
 from graph.synchronization import (
     BUCKET_BYTES,
     BY_DEFAULT,
@@ -44,8 +45,8 @@ def with_policy(
 ) -> SearchReport:
     """Return the report with the best strategy's weights synchronized by a policy: `auto` takes the fastest predicted.
 
-    Of `auto` the fastest baseline may become the best strategy, where it is faster so. p3 passes by strategies with
-    weights that are shared, and of `auto` tic those without.
+    Of `auto` the fastest baseline may become the best strategy, where it is faster so. p3 passes by strategies whose
+    weights are kept in shares, and of `auto` tic those that share nothing.
     """
     predictions = SearchPredictions(store, setting, plan)
     graph, count = setting.model.graph, len(setting.topology.devices)
@@ -55,7 +56,7 @@ def with_policy(
     with progress.stage("simulating policies of synchronization"):
         for prediction in found:
             strategy = strategy_of(store.strategy(prediction.digest), graph, count)
-            for synchronization in candidates(policy, shared=bool(strategy.sharding)):
+            for synchronization in candidates(policy, frozenset(strategy.sharding)):
                 predicted = predictions.predict(replace(strategy, synchronization=synchronization))
                 if policy != AUTO or predicted.rank < best.rank:
                     best, chosen = predicted, synchronization
@@ -69,11 +70,12 @@ def with_policy(
     )
 
 
-def candidates(policy: str, *, shared: bool) -> list[Synchronization]:
-    """Return the policies to predict where a user names `policy`; `shared`: the strategy shares weights' updates."""
+def candidates(policy: str, levels: frozenset[Sharding]) -> list[Synchronization]:
+    """Return the policies to predict where a user names `policy`, of a strategy that shares weights at these levels."""
+    slices = [] if Sharding.PARAMETERS in levels else [*map(p3, SLICES)]
     if policy != AUTO:
         named = read_synchronization(policy, "--policy")
-        return [] if shared and named.policy is Policy.P3 else [named]
+        return [named] if slices or named.policy is not Policy.P3 else []
     # TAC's order is TIC's where computations are in program order, and takes longer to find.
-    late = [Synchronization(Policy.TIC, size) for size in BUCKETS] if shared else [*map(p3, SLICES)]
-    return [*(Synchronization(Policy.FIFO, size) for size in BUCKETS), *late]
+    late = [Synchronization(Policy.TIC, size) for size in BUCKETS] if levels - {Sharding.NONE} else []
+    return [*(Synchronization(Policy.FIFO, size) for size in BUCKETS), *late, *slices]
