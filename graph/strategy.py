@@ -249,6 +249,8 @@ class Strategy:
             )
 
     def _check_shares(self, graph: OperatorGraph) -> None:
+        if Sharding.PARAMETERS not in self.sharding:
+            return
         whole = never_in_shares(graph, self)
         for weight, level in zip(graph.weights, self.sharding, strict=False):
             if level is not Sharding.PARAMETERS or weight.name not in whole:

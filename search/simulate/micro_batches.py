@@ -22,7 +22,8 @@ sum is done, and of gradients that are shared a device has one sum under way bes
 wait the next sum, and what its devices compute after that.
 
 A gather of weights that are kept in shares waits for the computation before it on each of its devices, as in one batch,
-also where that is of another micro-batch.
+also where that is of another micro-batch. Those that a unit begins with stand right behind the unit before it on these
+devices: links serve in program order, and what other units send until this one begins would else be ahead of them.
 
 Of schedule actors the order of units is the one that stages find when each takes as long as in a step of one
 micro-batch alone, messages between them included (`with_acted_units`).
@@ -112,8 +113,9 @@ class Pipeline:
     """The stages of a strategy's operators, and the units of its step.
 
     stage_O: the stage of each operator. last_O: the last operator of the group that each is made again with, itself
-    where it is in none. is_late_O: whether each only renews buffers. devices_of: of each stage. is_shared_B: whether
-    gradients are shared, of buckets in the order of their sums; None where all are summed in the last micro-batch.
+    where it is in none. is_late_O: whether each only renews buffers. devices_of, group_S: of each stage the devices and
+    their group. is_shared_B: whether gradients are shared, of buckets in the order of their sums; None where
+    all are summed in the last micro-batch.
     """
 
     stage_O: Array
@@ -123,6 +125,7 @@ class Pipeline:
     micro_batches: int
     units: Units
     devices_of: tuple[frozenset[int], ...]
+    group_S: Array
     is_shared_B: Array | None = None
 
     @property
@@ -134,6 +137,11 @@ class Pipeline:
     def updating(self) -> int:
         """The segment of updates, and of gathers of updated shares."""
         return self.renewing + 1
+
+    @property
+    def leading(self) -> int:
+        """The segment of the gathers that the first stage's forward begins with; then those of others, and by phase."""
+        return self.updating + 1
 
 
 def pipeline_of(
@@ -158,6 +166,7 @@ def pipeline_of(
         micro_batches=micro_batches.count,
         units=_units(micro_batches, groups, len(stages) // groups),
         devices_of=tuple(stage.devices for stage in stages),
+        group_S=np.array([stage.group for stage in stages], np.int64),
     )
 
 
@@ -192,7 +201,8 @@ def with_acted_units(
     tasks: of one micro-batch. serve: returns when each task of a step in one batch starts and ends.
     """
     segment_T = _segments(tasks, pipeline)
-    once_T = (tasks.kind == SYNCHRONIZE) | (segment_T >= pipeline.renewing)
+    of_all = (pipeline.renewing, pipeline.updating)
+    once_T = (tasks.kind == SYNCHRONIZE) | np.isin(segment_T, of_all)
     start_T, end_T = serve(tasks._replace(run_ns=np.where(once_T, 0, tasks.run_ns)))
     computes_T = (tasks.resource_set < device_count) & ~once_T
     begins_G = np.full(2 * pipeline.stages, np.iinfo(np.int64).max)
@@ -287,7 +297,7 @@ def busiest_ns(of_one: MicroBatchTasks) -> int:
 
 
 def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
-    """Return the segment of the program that each task stands in (`Pipeline.renewing`, `Pipeline.updating`)."""
+    """Return the segment of the program that each task stands in (`renewing`, `updating`, `leading` of `Pipeline`)."""
     kind, segment_T = tasks.kind, np.full(len(tasks.kind), -1, np.int64)
     forward = np.flatnonzero(kind == FORWARD)
     operator = tasks.subject[forward]
@@ -298,13 +308,20 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
         if of_kind == RECOMPUTE:
             operator = pipeline.last_O[operator]
         segment_T[backward] = pipeline.stages + pipeline.stage_O[operator]
+    first_G = np.full(pipeline.leading, len(kind))
+    computes = np.flatnonzero(segment_T >= 0)
+    np.minimum.at(first_G, segment_T[computes], computes)
     for side, of_kind in enumerate((FORWARD_GATHER, BACKWARD_GATHER)):
         gathers = np.flatnonzero(kind == of_kind)
         segment_T[gathers] = side * pipeline.stages + pipeline.stage_O[tasks.subject[gathers]]
     segment_T[(kind == UPDATE) | (kind == UPDATE_GATHER)] = pipeline.updating
     # Other communication follows the tasks of the operator that it belongs to, or of those that renew buffers.
     places = np.where(segment_T >= 0, np.arange(len(kind)), 0)
-    return segment_T[np.maximum.accumulate(places)]
+    segment_T = segment_T[np.maximum.accumulate(places)]
+    gathers = np.flatnonzero((kind == FORWARD_GATHER) | (kind == BACKWARD_GATHER))
+    leading = gathers[gathers < first_G[segment_T[gathers]]]
+    segment_T[leading] += pipeline.leading
+    return segment_T
 
 
 def _is_last_sum(tasks: Tasks, sets: ResourceSets, pipeline: Pipeline) -> Array:
@@ -324,30 +341,48 @@ def _places(pipeline: Pipeline) -> Array:
     """Return the place of each segment in the order of one micro-batch."""
     stages = np.arange(pipeline.stages)
     order = [stages, *(stages[::-1] + phase * pipeline.stages for phase in range(1, len(Phase)))]
-    places = np.empty(pipeline.updating + 1, np.int64)
-    places[np.concatenate([*order, [pipeline.renewing, pipeline.updating]])] = np.arange(len(places))
+    places = np.empty(pipeline.leading + 2 * pipeline.stages, np.int64)
+    leading = [pipeline.leading + segments for segments in (order[0], order[1])]
+    in_order = [
+        *np.stack([leading[0], order[0]]).T.ravel(),
+        *np.stack([leading[1], order[1]]).T.ravel(),
+        *np.concatenate([*order[2:], [pipeline.renewing, pipeline.updating]]),
+    ]
+    places[in_order] = np.arange(len(places))
     return places
 
 
 def _copies(segment_T: Array, is_last_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
     """Return the task of one micro-batch of each task of the step, and the micro-batch: the last, of what is once."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
-    sizes_G = np.bincount(segment_T, minlength=pipeline.updating + 1)
+    sizes_G = np.bincount(segment_T, minlength=pipeline.leading + 2 * stages)
     order = np.argsort(_places(pipeline))
     first_G = np.empty_like(sizes_G)
     first_G[order] = np.cumsum(sizes_G[order]) - sizes_G[order]
-    segments = np.concatenate(
-        [
-            units.phase_U * stages + units.stage_U,
-            np.full(count, pipeline.renewing),
-            [pipeline.updating],
-        ]
-    )
-    micro_batches = np.concatenate([units.micro_batch_U, np.arange(count), [count - 1]])
+    of_units, micro_batches = units.phase_U * stages + units.stage_U, units.micro_batch_U
+    if sizes_G[pipeline.leading :].any():
+        # Gathers begin where the unit before theirs ends, and stand there: behind it no unit waits for their links.
+        led = np.flatnonzero(of_units < 2 * stages)
+        places = np.concatenate([_units_before(pipeline)[led] + 0.5, np.arange(len(of_units))])
+        in_order = np.argsort(places, kind="stable")
+        of_units = np.concatenate([pipeline.leading + of_units[led], of_units])[in_order]
+        micro_batches = np.concatenate([micro_batches[led], micro_batches])[in_order]
+    segments = np.concatenate([of_units, np.full(count, pipeline.renewing), [pipeline.updating]])
+    micro_batches = np.concatenate([micro_batches, np.arange(count), [count - 1]])
     source_N = _ranges(first_G[segments], sizes_G[segments])
     micro_batch_N = np.repeat(micro_batches, sizes_G[segments])
     kept = ~is_last_sum_T[source_N] | (micro_batch_N == count - 1)
     return source_N[kept], micro_batch_N[kept]
+
+
+def _units_before(pipeline: Pipeline) -> Array:
+    """Return, for each unit, the place of the one before it on its group of devices; of the first -1."""
+    group_U = pipeline.group_S[pipeline.units.stage_U]
+    by_group = np.argsort(group_U, kind="stable")
+    before = np.full(len(group_U), -1)
+    follows = group_U[by_group[1:]] == group_U[by_group[:-1]]
+    before[by_group[1:][follows]] = by_group[:-1][follows]
+    return before
 
 
 def _ranges(first: Array, counts: Array) -> Array:
@@ -408,6 +443,8 @@ def _awaited_computations(
     """
     kind_N = tasks.kind[source_N]
     gathers = np.flatnonzero((kind_N == FORWARD_GATHER) | (kind_N == BACKWARD_GATHER))
+    if not len(gathers):
+        return gathers, gathers
     waiting, device = _with_devices(tasks, sets, source_N, gathers)
     before = _places_after(tasks, source_N, computed, device, waiting) - 1
     computed_N = np.append(computed, 0)[before]

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from graph.errors import StrategyError, UsageError
+from graph.importer import import_module
 from graph.plan import Plan, build_plan
 from graph.pulls import Pull, slice_starts
 from graph.schedule import Phase
@@ -187,6 +190,37 @@ def test_pulls_that_cannot_be_are_refused() -> None:
     soon = Pull(pulls[0].bucket, Phase.BACKWARD, plan.buckets[0].after, len(plan.slice_order))
     starts = plan_of_pulls((), (soon, *pulls[1:])).starts
     assert min(place for place, of in enumerate(starts) for start in of if start.is_pull) >= soon.bucket
+
+
+class Detached(nn.Module):
+    """A layer's weight is read again, without a gradient, by an operator whose backward comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = (nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(self.first(x).tanh(), self.weight.detach())
+        hidden = self.middle(hidden.tanh()).tanh()
+        return nn.functional.linear(hidden, self.weight).square().mean()
+
+
+def test_no_weight_is_updated_before_the_last_backward_that_reads_it() -> None:
+    graph = import_module(Detached(), (torch.randn(8, 8),), {}, name="detached")
+    strategy = replace(shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER), synchronization=p3(64))
+    plan = build_plan(graph, strategy, [0, 0], bucket_bytes=1)
+    last_read = {
+        name: min(index for index in readers if any(plan.active[index]))
+        for name, readers in graph.weight_readers.items()
+    }
+    assert any(last_read[bucket.entries[0].weight] < bucket.after for bucket in plan.buckets)
+    for number, bucket in enumerate(plan.buckets):
+        soonest = plan.pull_bounds.soonest[number]
+        assert soonest >= number
+        for entry in bucket.entries:
+            # What stands behind the last bucket is in the next forward, when all backwards are done.
+            assert soonest == len(plan.buckets) or plan.buckets[soonest].after <= last_read[entry.weight]
 
 
 def test_an_order_of_other_gathers_is_refused() -> None:

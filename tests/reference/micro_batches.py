@@ -161,9 +161,9 @@ class StepDeriver:
 
     def derive(self) -> list[StepTask]:
         """Return all tasks in program order."""
-        for phase, stage, number in self.units:
+        for (phase, stage, number), leads in self.units_with_leads():
             for task in self.once:
-                if self.part(task.key) == (phase.value, stage):
+                if self.part(task.key) == (phase.value, stage) and self.leads(task) is leads:
                     self.add(task, number)
         for number in range(self.count):
             renewed: dict[int, set[StepKey]] = {}
@@ -177,6 +177,24 @@ class StepDeriver:
             if self.part(task.key) == ("updates", 0):
                 self.add(task, self.count - 1)
         return self.steps
+
+    def units_with_leads(self) -> list[tuple[Unit, bool]]:
+        """Every unit twice: where the gathers that it begins with stand, behind the unit before it there, and it."""
+        before: dict[int, int] = {}
+        placed = []
+        for place, unit in enumerate(self.units):
+            group = self.plan.stages[unit.stage].group
+            placed += [((before.get(group, -1), 1, place), unit, True), ((place, 0, place), unit, False)]
+            before[group] = place
+        return [(unit, leads) for _, unit, leads in sorted(placed, key=lambda item: item[0])]
+
+    def leads(self, task: Task) -> bool:
+        """Whether a task is a gather before all that its part of the program computes."""
+        if task.key[0] not in ("forward gather", "backward gather"):
+            return False
+        own = [other for other in self.once if self.part(other.key) == self.part(task.key)]
+        computed = [place for place, other in enumerate(own) if other.key[0] in COMPUTE]
+        return own.index(task) < min(computed, default=len(own))
 
     def part(self, key: Key) -> tuple[str, int]:
         """Where in the program a task stands: a phase of a stage, or what follows all of them."""

@@ -19,7 +19,7 @@ from app.db.store import Store
 from app.services.predict.predict import Setting
 from app.services.stored import strategy_of
 from graph.errors import StrategyError
-from graph.strategy import Strategy
+from graph.strategy import Strategy, with_whole_weights
 from graph.synchronization import BY_DEFAULT
 from search.space.strategy_transfer import adapt
 
@@ -96,7 +96,7 @@ def start_of(
     else:
         strategy = adapt(document, record.device_count, graph, count)
         origin = f"graph {document['graph'][:12]} on {record.device_count} devices"
-    divided = setting.in_micro_batches(strategy)
+    divided = with_whole_weights(graph, setting.in_micro_batches(strategy))
     if divided is not strategy:
         divided.validate(graph, count)
     if found_for is not None:
