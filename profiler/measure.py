@@ -82,7 +82,8 @@ class Measurement:
     the temporaries of a kernel. `launch_s`: the host's time to issue an execution (median) while it waits for nothing,
     where the device computes apart from it; else None. `warm_s`: on a GPU, the seconds of an execution (median) whose
     inputs are still in the caches, if they fit; the samples are of inputs that have left them. `clock_hz` and
-    `throttle`: see `profiler.clocks`.
+    `throttle`: see `profiler.clocks`. `reference_s`: what the reference kernel took of late on the same core
+    (`profiler.reference`); None on GPUs.
     """
 
     digest: str
@@ -97,6 +98,7 @@ class Measurement:
     warm_s: float | None = None
     clock_hz: float | None = None
     throttle: str | None = None
+    reference_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

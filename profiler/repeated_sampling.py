@@ -100,6 +100,7 @@ def pooled(rounds: Sequence[Measurement]) -> Measurement:
     first = rounds[0]
     clocks = [measured.clock_hz for measured in rounds if measured.clock_hz is not None]
     launches = [measured.launch_s for measured in rounds if measured.launch_s is not None]
+    references = [measured.reference_s for measured in rounds if measured.reference_s is not None]
     slowed = [measured.throttle for measured in rounds if measured.throttle is not None]
     return replace(
         summarize(first.digest, first.phase, samples_s, max(measured.peak_bytes for measured in rounds)),
@@ -109,6 +110,7 @@ def pooled(rounds: Sequence[Measurement]) -> Measurement:
         throttle=", ".join(sorted({reason for text in slowed for reason in text.split(", ") if reason}))
         if slowed
         else None,
+        reference_s=fmean(references) if references else None,
     )
 
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Self
@@ -19,9 +19,17 @@ from graph.calls import LocalCall
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
 from profiler.exclusive import held
-from profiler.measure import MeasureOptions, PhaseOutcome, failed, is_usable, measure_call
+from profiler.measure import (
+    FailedMeasurement,
+    MeasureOptions,
+    PhaseOutcome,
+    failed,
+    is_usable,
+    measure_call,
+)
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 from profiler.processors import processor_facts
+from profiler.reference import ReferenceKernel
 
 CALL_LIMIT_S = 60.0
 START_LIMIT_S = 120.0
@@ -55,14 +63,33 @@ def _serve(connection: Connection, device: PhysicalDevice, _nothing: None) -> No
     import profiler.operators  # noqa: F401  # loaded before the first call's time limit runs
 
     _be_first_out_of_memory()
+    kernel = ReferenceKernel() if device.processor == "cpu" else None
     connection.send(READY)
     while True:
         call, options = connection.recv()
         with held([device]):
             connection.send(STARTED)
             reason = _larger_than_memory(call, device)
-            outcomes = measure_call(call, device, options) if reason is None else failed(call, reason)
+            outcomes = (
+                failed(call, reason) if reason is not None else _measured(call, device, options, kernel)
+            )
         connection.send(_Answer(outcomes, is_usable(device)))
+
+
+def _measured(
+    call: LocalCall, device: PhysicalDevice, options: MeasureOptions, kernel: ReferenceKernel | None
+) -> tuple[PhaseOutcome, ...]:
+    """Measure a call, with the reference kernel before and behind it."""
+    if kernel is None:
+        return measure_call(call, device, options)
+    kernel.sample()
+    outcomes = measure_call(call, device, options)
+    kernel.sample()
+    reference_s = kernel.recent_s()
+    return tuple(
+        outcome if isinstance(outcome, FailedMeasurement) else replace(outcome, reference_s=reference_s)
+        for outcome in outcomes
+    )
 
 
 def _be_first_out_of_memory() -> None:

@@ -17,8 +17,9 @@ class ComparisonRow:
 
     `relative_error` is (predicted - measured median) / measured median; `relative_error_to_minimum` the same
     for the fastest step, `relative_error_undisturbed` for `measured_undisturbed_s`, the step without what other
-    processes took of the cores (None where that was not counted). `measured_noise_s` is what repeating moves the
-    median by (`app.analytics.accuracy`).
+    processes took of the cores (None where that was not counted), and `relative_error_at_usual_speed` for the mean step
+    without that at the speed that costs are given at, where the cores had `measured_speed`. `measured_noise_s` is what
+    repeating moves the median by (`app.analytics.accuracy`).
     Speed-ups are over data parallelism on the same graph, topology and training. The shares say what part of the
     predicted time rests on measured costs, estimates and data sheets. `schedule`: None of a step in one batch.
     """
@@ -42,6 +43,9 @@ class ComparisonRow:
     relative_error_to_minimum: float | None
     measured_undisturbed_s: float | None
     relative_error_undisturbed: float | None
+    measured_speed: float | None
+    measured_at_usual_speed_s: float | None
+    relative_error_at_usual_speed: float | None
     predicted_speedup: float | None
     measured_speedup: float | None
     measured_share: float | None
@@ -54,8 +58,8 @@ class ComparisonRow:
 
     @property
     def is_restless(self) -> bool:
-        """True where other processes took so much of the cores that the measured step says little."""
-        return is_restless(self.measured_median_s, self.measured_undisturbed_s)
+        """True where other processes took so much of the cores, or their speed moved so, that the step says little."""
+        return is_restless(self.measured_median_s, self.measured_undisturbed_s, self.measured_speed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ TRACE_VIEWS: dict[str, TraceKind] = {
 _OP_COSTS = """
 SELECT kind.name AS device_kind, environment.fingerprint AS environment, signature.target, cost.phase,
        cost.minimum_s, cost.p10_s, cost.median_s, cost.sample_count, cost.samples_s, cost.peak_bytes,
-       cost.failure, cost.launch_s, cost.clock_hz, cost.throttle, cost.measured_at,
+       cost.failure, cost.launch_s, cost.clock_hz, cost.throttle, cost.reference_s, cost.speed, cost.measured_at,
        signature.flops, signature.bytes, signature.key, signature.digest AS signature
 FROM store.op_costs AS cost
 JOIN store.op_signatures AS signature ON signature.id = cost.signature_id
@@ -134,6 +134,7 @@ _EXECUTIONS = f"""
 SELECT run.id, {_RUN_NAMES}, run.status, run.iterations, run.minimum_s, run.median_s, run.mean_s,
        run.throughput_samples_per_s, run.step_times_s, run.failure, run.largest_deviation,
        run.peak_bytes, run.process_bytes, run.lost_s, run.undisturbed_s,
+       run.speed,
        environment.fingerprint AS environment, run.created_at, run.finished_at, run.strategy_id,
        run.topology_id, run.training_id
 FROM store.executions AS run {_RUN_JOINS}
@@ -177,7 +178,9 @@ WITH predicted AS (
     ) = 1
 ),
 measured AS (
-    SELECT strategy_id, topology_id, training_id, median_s, minimum_s, undisturbed_s, count(*) OVER alike AS executions,
+    SELECT strategy_id, topology_id, training_id, median_s, minimum_s, undisturbed_s, speed,
+           (mean_s - coalesce(list_aggregate(lost_s::DOUBLE[], 'avg'), 0)) * speed AS at_usual_speed_s,
+           count(*) OVER alike AS executions,
            greatest(
                list_aggregate(step_times_s::DOUBLE[], 'quantile_cont', 0.75)
                - list_aggregate(step_times_s::DOUBLE[], 'quantile_cont', 0.25),
@@ -194,6 +197,8 @@ run AS (
     SELECT strategy_id, topology_id, training_id, predicted.step_time_s AS predicted_s,
            measured.median_s AS measured_median_s, measured.minimum_s AS measured_minimum_s,
            measured.noise_s AS measured_noise_s, measured.undisturbed_s AS measured_undisturbed_s,
+           measured.speed AS measured_speed,
+           measured.at_usual_speed_s AS measured_at_usual_speed_s,
            coalesce(measured.executions, 0) AS executions, predicted.feasible::BOOLEAN AS feasible,
            predicted.task_order, predicted.measured_share, predicted.estimated_share, predicted.datasheet_share
     FROM predicted
@@ -206,6 +211,9 @@ SELECT {_RUN_NAMES}, run.predicted_s, run.measured_median_s, run.measured_minimu
        (run.predicted_s - run.measured_minimum_s) / run.measured_minimum_s AS relative_error_to_minimum,
        run.measured_undisturbed_s,
        (run.predicted_s - run.measured_undisturbed_s) / run.measured_undisturbed_s AS relative_error_undisturbed,
+       run.measured_speed, run.measured_at_usual_speed_s,
+       (run.predicted_s - run.measured_at_usual_speed_s) / run.measured_at_usual_speed_s
+           AS relative_error_at_usual_speed,
        max(CASE WHEN strategy.source = 'data-parallel' THEN run.predicted_s END) OVER alike
            / run.predicted_s AS predicted_speedup,
        max(CASE WHEN strategy.source = 'data-parallel' THEN run.measured_median_s END) OVER alike

@@ -135,13 +135,24 @@ def _print_rows(rows: Sequence[ComparisonRow]) -> None:
     restless = [row for row in rows if row.is_restless]
     if restless:
         print_table(
-            ["restless: others took more than 10 %", "measured", "less what they took", "error then"],
+            [
+                "restless: others took more than 10 %, or speed",
+                "measured",
+                "less what they took",
+                "error then",
+                "speed",
+                "at equal speed",
+                "error then",
+            ],
             [
                 [
                     row.strategy[:12],
                     milliseconds(row.measured_median_s),
                     milliseconds(row.measured_undisturbed_s),
                     percent(row.relative_error_undisturbed),
+                    "-" if row.measured_speed is None else f"{row.measured_speed:.2f}",
+                    milliseconds(row.measured_at_usual_speed_s),
+                    percent(row.relative_error_at_usual_speed),
                 ]
                 for row in restless
             ],

@@ -210,13 +210,16 @@ def run(
         raise RuntimeFailure(report.failure)
 
 
-def _undisturbed(report: RunReport) -> list[list[str]]:
-    """Return the table's row of the undisturbed step, or no row where lost time was not counted."""
-
-    step_s = report.result.undisturbed_s
+def _as_if(what: str, step_s: float | None, batch_size: int) -> list[list[str]]:
+    """Return the table's row of a step as it would have been, or no row where that is not known."""
     if step_s is None or step_s <= 0:
         return []
-    return [["measured, less what others took", milliseconds(step_s), f"{report.batch_size / step_s:.2f}"]]
+    return [[f"measured, {what}", milliseconds(step_s), f"{batch_size / step_s:.2f}"]]
+
+
+def _at_usual_speed(report: RunReport) -> str:
+    error = report.relative_error_at_usual_speed
+    return "" if error is None else f", {percent(error)} at equal speed"
 
 
 def _print(report: RunReport) -> None:
@@ -234,16 +237,18 @@ def _print(report: RunReport) -> None:
                 milliseconds(report.result.minimum_s),
                 f"{report.batch_size / report.result.minimum_s:.2f}",
             ],
-            *_undisturbed(report),
+            *_as_if("less what others took", report.result.undisturbed_s, report.batch_size),
+            *_as_if("at the speed of its costs", report.at_usual_speed_s, report.batch_size),
         ],
     )
     if report.is_restless:
         print_lines(
-            "restless: other processes took more than a tenth of the steps; run it again where nothing else computes"
+            "restless: other processes took more than a tenth of the steps, or the cores' speed differs so much from "
+            "that of the costs; run it again where nothing else computes"
         )
     print_lines(
-        f"prediction error {percent(report.relative_error)}; loss {report.result.losses[0]:.4f} in the first step, "
-        f"{report.result.losses[-1]:.4f} in the last"
+        f"prediction error {percent(report.relative_error)}{_at_usual_speed(report)}; loss "
+        f"{report.result.losses[0]:.4f} in the first step, {report.result.losses[-1]:.4f} in the last"
     )
     print_lines(scheduling_line(report.scheduling, report.recorded_scheduling))
     if report.recomputed:

@@ -101,7 +101,9 @@ class OpCostRecord:
     Either `failure` is None and the three times are numbers, or `failure` says why and they are None.
     `launch_s`: what the host takes to issue the call, where the device computes apart from it. `clock_hz`: the median
     clock of the device while it was measured. `throttle`: what slowed its clock meanwhile, "" for nothing. Each is None
-    where nothing tells.
+    where nothing tells. `reference_s`: what the reference kernel took of late (`profiler.reference`); `speed`: that of
+    the first cost of the device kind and environment over it, so that `speed * median_s` is what the call takes at one
+    speed for all. Both are None where the kernel was not measured.
     """
 
     cost_key: CostKeyRecord
@@ -116,6 +118,8 @@ class OpCostRecord:
     launch_s: float | None = None
     clock_hz: float | None = None
     throttle: str | None = None
+    reference_s: float | None = None
+    speed: float | None = None
     device_kind_id: int = 0
     environment_id: int = 0
     id: int = 0
@@ -296,8 +300,9 @@ class ExecutionRecord:
     asked for. `peak_bytes` and `process_bytes`, one entry a device: what a step's tensors take at most, and what the
     process that ran the device has held at most; None where it was not measured. `lost_s`, one entry a step: the most
     seconds that other processes took from one of its ranks; `undisturbed_s`: what a step would have taken without; None
-    where the system does not count them. `owner` and `alive_at` as in
-    `SearchRecord`.
+    where the system does not count them. `speed`: that of the cores between the steps, as in `OpCostRecord`, so that
+    `speed` times a step is what it takes at the speed that costs are given at; None where that is not known. `owner`
+    and `alive_at` as in `SearchRecord`.
     """
 
     strategy_id: int
@@ -317,6 +322,7 @@ class ExecutionRecord:
     process_bytes: tuple[int, ...] | None = None
     lost_s: tuple[float, ...] | None = None
     undisturbed_s: float | None = None
+    speed: float | None = None
     created_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
     owner: str | None = field(default=None, compare=False)
@@ -327,8 +333,13 @@ class ExecutionRecord:
 RESTLESS = 0.1
 
 
-def is_restless(median_s: float | None, undisturbed_s: float | None) -> bool:
-    """Return whether other processes took so much of the cores, more than a tenth, that a measured step says little."""
+def is_restless(median_s: float | None, undisturbed_s: float | None, speed: float | None = None) -> bool:
+    """Return whether a measured step says little: other processes took more than a tenth, or the cores' speed moved.
+
+    speed: as in `ExecutionRecord`.
+    """
+    if speed is not None and abs(speed - 1) > RESTLESS:
+        return True
     if median_s is None or undisturbed_s is None:
         return False
     return median_s - undisturbed_s > RESTLESS * median_s
@@ -373,7 +384,7 @@ class SearchedSetting:
 class OpCostMedian:
     """The median of an operator cost's samples, None where the measurement failed; `digest` names its cost key.
 
-    launch_s: as of `OpCostRecord`.
+    At usual speed (`OpCostRecord.speed`). launch_s: as of `OpCostRecord`.
     """
 
     id: int

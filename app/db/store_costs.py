@@ -121,9 +121,25 @@ class CostStore(StorePart):
         environments: int | Collection[int] | None,
         digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, CostPhase], float | None]:
-        """Return the median of the samples of each cost that `op_costs` returns, None where the measurement failed."""
+        """Return the median of each cost that `op_costs` returns, at usual speed; None where the measurement failed."""
         medians = self._op_cost_medians(device_kind_id, environments, digests)
         return {(cost.digest, cost.phase): cost.median_s for cost in medians}
+
+    def usual_reference_s(self, device_kind_id: int, environment_id: int) -> float | None:
+        """Return what the reference kernel takes at the speed that costs of a kind in an environment are given at.
+
+        That of the first cost there was (`OpCostRecord.speed`); None without any.
+        """
+        costs = models.op_costs
+        query = (
+            sa.select(costs.c.reference_s * costs.c.speed)
+            .where(costs.c.device_kind_id == device_kind_id, costs.c.environment_id == environment_id)
+            .where(costs.c.reference_s.is_not(None), costs.c.speed.is_not(None))
+            .order_by(costs.c.id)
+            .limit(1)
+        )
+        with self.read() as connection:
+            return connection.execute(query).scalar()
 
     def op_launches(
         self,
@@ -143,7 +159,13 @@ class CostStore(StorePart):
     ) -> list[OpCostMedian]:
         """Return costs without samples, keys and the rest, so that a network's thousands are read at once."""
         costs, cost_keys = models.op_costs, models.op_signatures
-        query = sa.select(costs.c.id, cost_keys.c.digest, costs.c.phase, costs.c.median_s, costs.c.launch_s)
+        query = sa.select(
+            costs.c.id,
+            cost_keys.c.digest,
+            costs.c.phase,
+            (costs.c.median_s * sa.func.coalesce(costs.c.speed, 1.0)).label("median_s"),
+            costs.c.launch_s,
+        )
         queries = _of_cost_keys(query, device_kind_id, environments, digests)
         with self.read() as connection:
             return [cost for selected in queries for cost in read_all(connection, OpCostMedian, selected)]

@@ -238,6 +238,7 @@ class RunStore(StorePart):
         process_bytes: Sequence[int] | None = None,
         lost_s: Sequence[float] | None = None,
         undisturbed_s: float | None = None,
+        speed: float | None = None,
     ) -> ExecutionRecord:
         """Store the times of a run's steps and their statistics; return the finished row.
 
@@ -268,6 +269,7 @@ class RunStore(StorePart):
             "process_bytes": _list_text(process_bytes),
             "lost_s": _list_text(lost_s),
             "undisturbed_s": undisturbed_s,
+            "speed": speed,
             "finished_at": utc_now(),
         }
         with self.write() as connection:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import statistics
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import torch
 from graph.plan import Plan
 from profiler.operators.counter_rng import forget_positions
 from profiler.others import LostTime
+from profiler.reference import ReferenceKernel
 from profiler.timers import timer_for
 from runtime.communication import World
 from runtime.execution.executor import Executor, InitialTensors
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 class _Steps:
     """Seconds of the measured steps on this rank, and those lost to other processes; of every step the loss.
 
+    reference_s: what the reference kernel took between them; None on GPUs.
     ends_s: of steps in succession, when the first one began and each one ended, since a barrier of all ranks.
     """
 
@@ -40,6 +44,7 @@ class _Steps:
     lost_s: list[float | None] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     gradients: Arrays | None = None
+    reference_s: float | None = None
 
 
 class JobRun:
@@ -82,11 +87,18 @@ class JobRun:
         recorded = self._recorded_steps()
         peak = self._peak_of_step(job.steps + job.recorded) if job.peak else None
         measured = self._world.gather(
-            (tuple(steps.times_s), tuple(steps.ends_s), tuple(steps.lost_s), peak, recorded)
+            (
+                tuple(steps.times_s),
+                tuple(steps.ends_s),
+                tuple(steps.lost_s),
+                steps.reference_s,
+                peak,
+                recorded,
+            )
         )
         if measured is None:
             return None
-        rank_times, rank_ends, rank_lost, peaks, rank_recorded = zip(*measured, strict=True)
+        rank_times, rank_ends, rank_lost, references, peaks, rank_recorded = zip(*measured, strict=True)
         recorded_steps = tuple(zip(*rank_recorded, strict=True))
         longest = [max(times_of_step) for times_of_step in zip(*rank_times, strict=True)]
         if steps.ends_s:
@@ -99,6 +111,7 @@ class JobRun:
             losses=tuple(steps.losses),
             verification=None if self._verified is None else self._verified.with_run(steps.losses[0]),
             lost_s=None if None in chain(*rank_lost) else tuple(zip(*rank_lost, strict=True)),
+            reference_s=None if None in references else statistics.fmean(references),
             peaks=tuple(peak for peak in peaks if peak is not None),
             gradients=steps.gradients,
             weights=weights,
@@ -112,7 +125,10 @@ class JobRun:
     def _steps_apart(self) -> _Steps:
         """Execute the steps one by one, each behind a barrier."""
         job, steps = self._job, _Steps()
+        kernel = self._reference_kernel()
         for number in range(job.steps):
+            if kernel is not None and number >= job.warmup:
+                kernel.sample()
             elapsed_s, lost_s = self._timed_step(number)
             if job.warmup <= number < job.warmup + job.iterations:
                 steps.times_s.append(elapsed_s)
@@ -120,7 +136,13 @@ class JobRun:
             steps.losses.append(self._executor.loss())
             if number == 0 and job.collect:
                 steps.gradients = self._collect_gradients()
+        if kernel is not None and job.iterations:
+            kernel.sample()
+            steps.reference_s = kernel.recent_s(math.inf)
         return steps
+
+    def _reference_kernel(self) -> ReferenceKernel | None:
+        return ReferenceKernel() if self._device.type == "cpu" and self._job.iterations else None
 
     def _steps_in_succession(self) -> _Steps:
         """Execute the steps one behind the other: a barrier, or a sum of losses, would wait for the last one's sums.

@@ -27,7 +27,7 @@ def made_up(phase: str, **values: object) -> Measurement:
     given = {
         "digest": matrix_product(4, 4, 4).digest, "phase": phase, "minimum_s": 1e-5, "p10_s": 2e-5, "median_s": 3e-5,
         "samples_s": (1e-5, 3e-5, 4e-5), "peak_bytes": 192, "executions": 30, "launch_s": 4e-6, "clock_hz": 1.98e9,
-        "throttle": "power limit, thermal limit",
+        "throttle": "power limit, thermal limit", "reference_s": 0.02,
     }  # fmt: skip
     return Measurement(**{**given, **values})  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ def stored(database: Path, result: CallResult) -> dict[str, OpCostRecord]:
 
 def same(record: OpCostRecord, measured: Measurement) -> None:
     names = {field.name for field in fields(Measurement)} - ELSEWHERE
-    assert {"launch_s", "clock_hz", "throttle"} < names
+    assert {"launch_s", "clock_hz", "throttle", "reference_s"} < names
     assert {name: getattr(record, name) for name in names} == {
         name: getattr(measured, name) for name in names
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from math import prod
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -28,6 +30,12 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
     assert first.code == 0, first
     assert first.document["measured"] == first.document["needed"] > 0
 
+    # All are given at the speed that the first was measured at.
+    (usual,) = command(
+        "query", "SELECT DISTINCT round(reference_s * speed, 9) AS s FROM op_costs", "--json"
+    ).document
+    assert usual["s"] > 0
+
     again = command("profile", *ALEXNET, *TWO_CPUS)
     assert "nothing measured" in again.output
     assert "all known already" in again.output
@@ -46,6 +54,12 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
         assert run.code == 0, run
         assert len(run.document["step_times_s"]) == 3
         assert all(deviation["ok"] for deviation in run.document["deviations"])
+        assert run.document["speed"] > 0
+        (row,) = command(
+            "query", "SELECT mean_s, lost_s, speed FROM executions ORDER BY id DESC LIMIT 1", "--json"
+        ).document
+        step_s = (row["mean_s"] - fmean(json.loads(row["lost_s"]))) * row["speed"]
+        assert run.document["at_usual_speed_s"] == pytest.approx(step_s)
 
     compared = command("compare", "--model", "alexnet-small", "--json")
     measured = [row for row in compared.document["strategies"] if row["measured_median_s"] is not None]
@@ -55,6 +69,8 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
         error = (row["predicted_s"] - row["measured_median_s"]) / row["measured_median_s"]
         assert row["relative_error"] == pytest.approx(error)
         assert row["measured_throughput_samples_per_s"] == pytest.approx(5 / row["measured_median_s"])
+        step_s = row["measured_at_usual_speed_s"]
+        assert row["relative_error_at_usual_speed"] == pytest.approx((row["predicted_s"] - step_s) / step_s)
 
 
 def test_the_same_seed_gives_the_same_strategy_from_nothing_that_is_known(

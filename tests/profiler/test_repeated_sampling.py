@@ -131,16 +131,19 @@ def test_every_visit_weighs_the_same_however_many_samples_it_took(seed: int) -> 
 def test_clock_launch_and_throttling_of_visits_are_joined() -> None:
     base = summarize("x", "forward", [1.0, 2.0, 3.0], 0)
     silent = pooled([base, base])
-    assert (silent.launch_s, silent.clock_hz, silent.throttle) == (None, None, None)
+    assert (silent.launch_s, silent.clock_hz, silent.throttle, silent.reference_s) == (None, None, None, None)
     told = pooled(
         [
-            replace(base, launch_s=1e-6, clock_hz=1e9, throttle="power limit"),
-            replace(base, launch_s=3e-6, clock_hz=2e9, throttle="power limit, thermal limit"),
+            replace(base, launch_s=1e-6, clock_hz=1e9, throttle="power limit", reference_s=0.01),
+            replace(
+                base, launch_s=3e-6, clock_hz=2e9, throttle="power limit, thermal limit", reference_s=0.03
+            ),
             base,
         ]
     )
     assert told.launch_s == pytest.approx(2e-6)
     assert told.clock_hz == pytest.approx(1.5e9)
+    assert told.reference_s == pytest.approx(0.02)
     assert told.throttle == "power limit, thermal limit"
     assert pooled([replace(base, throttle="")] * 2).throttle == ""
 

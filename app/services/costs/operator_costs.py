@@ -68,14 +68,15 @@ def cost_records(result: CallResult) -> list[OpCostRecord]:
                     launch_s=outcome.launch_s,
                     clock_hz=outcome.clock_hz,
                     throttle=outcome.throttle,
+                    reference_s=outcome.reference_s,
                 )
             )
     return records
 
 
 def model_time_s(record: OpCostRecord) -> float | None:
-    """Return the seconds of a measurement that predictions use: the median, as of steps; None where it failed."""
-    return record.median_s
+    """Return the seconds of a measurement that predictions use: the median at usual speed; None where it failed."""
+    return None if record.median_s is None else record.median_s * (record.speed or 1.0)
 
 
 def observation_of(record: OpCostRecord) -> Observation | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,9 +37,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT, DIGEST = b"soapstone.pack", b"soapstone.digest"
-VERSION = b"2"
-# Columns that packs of version 1 do not have.
-SINCE_2 = ("launch_s", "clock_hz", "throttle", "residual")
+VERSION = b"3"
+# Columns that packs of earlier versions do not have, by the first version that has them.
+SINCE = {
+    "launch_s": b"2",
+    "clock_hz": b"2",
+    "throttle": b"2",
+    "residual": b"2",
+    "reference_s": b"3",
+    "speed": b"3",
+}
 LARGEST_CLOCK_HZ = 1e12
 # Clocks differ; a measurement that is not even made would otherwise never be replaced by a later one.
 LARGEST_CLOCK_ERROR = timedelta(days=1)
@@ -186,7 +194,7 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
             f"pack {file}: cannot be read ({reason}), must be as app db export wrote it; export it again"
         ) from None
     version = metadata.get(FORMAT)
-    if version not in (b"1", VERSION) or not table.schema.equals(_schema(version)):
+    if version not in (b"1", b"2", VERSION) or not table.schema.equals(_schema(version)):
         shown = metadata.get(FORMAT, b"none").decode(errors="replace")
         raise UsageError(
             f"pack {file}: is of format {shown}, must be {VERSION.decode()} with its columns; export it anew"
@@ -195,7 +203,7 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
         raise UsageError(
             f"pack {file}: was changed after it was written, must be as it was; copy or export it again"
         )
-    return _grouped(file, [dict.fromkeys(SINCE_2) | row for row in rows])
+    return _grouped(file, [dict.fromkeys(SINCE) | row for row in rows])
 
 
 def _digest(rows: list[dict[str, Any]]) -> bytes:
@@ -218,10 +226,9 @@ def _schema(version: bytes = VERSION) -> pa.Schema:
         "latency_s": real, "bandwidth_bytes_per_s": real, "contention_factor": real,
         "measured_at": pa.timestamp("us", "UTC"),
         "launch_s": real, "clock_hz": real, "throttle": text, "residual": real,
+        "reference_s": real, "speed": real,
     }  # fmt: skip
-    return pa.schema(
-        [(name, kind) for name, kind in fields.items() if version == VERSION or name not in SINCE_2]
-    )
+    return pa.schema([(name, kind) for name, kind in fields.items() if SINCE.get(name, b"1") <= version])
 
 
 def _rows(group: PackGroup) -> Iterator[dict[str, Any]]:
@@ -248,7 +255,7 @@ WHERE = (
 # Columns that are fields of the record of the same name.
 OP_COST = (
     "phase", "minimum_s", "p10_s", "median_s", "samples_s", "peak_bytes", "failure", "measured_at",
-    "launch_s", "clock_hz", "throttle",
+    "launch_s", "clock_hz", "throttle", "reference_s", "speed",
 )  # fmt: skip
 LINK_COST = (
     "pattern", "group_size", "size_bytes", "minimum_s", "median_s", "samples_s", "measured_at",
@@ -388,6 +395,8 @@ def _op_cost(row: Row) -> OpCostRecord:
     _must(clock_hz is None or 0 < clock_hz < LARGEST_CLOCK_HZ, f"clock_hz is {clock_hz}")
     if row["launch_s"] is not None:
         _seconds(row, "launch_s")
+    for name in ("reference_s", "speed"):
+        _must(row[name] is None or 0 < row[name] < math.inf, f"{name} is {row[name]}")
     fields = {**_named(row, OP_COST), "samples_s": _samples(row), "measured_at": measured_at}
     return OpCostRecord(cost_key, **fields)
 

@@ -383,6 +383,7 @@ class Measurer:
         self._agreement: tuple[DeviceConsistency, ...] = ()
         self._met_another = False
         self._doubts: Doubts | None = None
+        self._usual_reference_s: float | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -464,7 +465,7 @@ class Measurer:
         latest: dict[str, list[OpCostRecord]] = {}
         try:
             for visit in visits:
-                records = cost_records(visit.result)
+                records = self._at_usual_speed(cost_records(visit.result))
                 if again:
                     latest[visit.result.call.digest] = records
                 else:
@@ -489,6 +490,20 @@ class Measurer:
         ]
         self._store.put_op_costs(group.kind_id, group.environment_id, replacing)
         return Measured(succeeded, tuple(failures), self._agreement)
+
+    def _at_usual_speed(self, records: Sequence[OpCostRecord]) -> list[OpCostRecord]:
+        """Return costs with the speed that they were measured at, by that of the first of their kind."""
+        group = self._group
+        if self._usual_reference_s is None:
+            self._usual_reference_s = self._store.usual_reference_s(group.kind_id, group.environment_id)
+        placed = []
+        for record in records:
+            if self._usual_reference_s is None:
+                self._usual_reference_s = record.reference_s
+            if record.reference_s is not None and self._usual_reference_s is not None:
+                record = replace(record, speed=self._usual_reference_s / record.reference_s)
+            placed.append(record)
+        return placed
 
     def measured_together(self, calls: Sequence[LocalCall]) -> bool:
         """Return whether the stored costs of these calls, two or more, are all of one `measure_again`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.db.records import is_restless
@@ -65,6 +66,7 @@ class RunReport:
     synchronization: Mapping[str, Any] = field(default_factory=dict)
     recorded_scheduling: RecordedScheduling | None = None
     micro_batches: Mapping[str, Any] = field(default_factory=dict)
+    speed: float | None = None
 
     @property
     def relative_error(self) -> float:
@@ -73,8 +75,25 @@ class RunReport:
 
     @property
     def is_restless(self) -> bool:
-        """True where other processes took so much of the cores that the measured step says little."""
-        return is_restless(self.result.median_s, self.result.undisturbed_s)
+        """True where other processes took so much of the cores, or their speed moved so, that the step says little."""
+        return is_restless(self.result.median_s, self.result.undisturbed_s, self.speed)
+
+    @property
+    def at_usual_speed_s(self) -> float | None:
+        """The mean step without what others took, at the speed that costs are given at; None: not known.
+
+        The mean, as the speed is that of the whole run.
+        """
+        if self.speed is None:
+            return None
+        lost_s = self.result.most_lost_s
+        return (fmean(self.result.step_times_s) - (fmean(lost_s) if lost_s else 0.0)) * self.speed
+
+    @property
+    def relative_error_at_usual_speed(self) -> float | None:
+        """(predicted - that step) / that step; None: not known."""
+        step_s = self.at_usual_speed_s
+        return None if not step_s else (self.predicted_s - step_s) / step_s
 
     @property
     def fullest(self) -> int | None:
@@ -102,6 +121,9 @@ class RunReport:
             "predicted_step_time_s": self.predicted_s,
             "relative_error": self.relative_error,
             "undisturbed_s": self.result.undisturbed_s,
+            "speed": self.speed,
+            "at_usual_speed_s": self.at_usual_speed_s,
+            "relative_error_at_usual_speed": self.relative_error_at_usual_speed,
             **scheduling_json(self.scheduling, self.recorded_scheduling),
             "losses": [self.result.losses[0], self.result.losses[-1]],
             "recomputed": [list(pair) for pair in self.recomputed],

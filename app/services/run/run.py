@@ -346,6 +346,15 @@ def _launch(job: Job, machine: LocalMachine, timeout_s: float) -> JobResult | No
     return launch(job, cores_or_gpus, machine.processor, timeout_s=timeout_s)
 
 
+def _speed(store: Store, setting: Setting, reference_s: float | None) -> float | None:
+    """Return how fast the devices were beside those that their costs are given at; None where nothing tells."""
+    machine = setting.target.machine
+    if reference_s is None or machine is None or len(machine.groups) != 1:
+        return None
+    usual_s = store.usual_reference_s(machine.groups[0].kind_id, machine.environment_id)
+    return None if usual_s is None else usual_s / reference_s
+
+
 def _finish(
     store: Store,
     setting: Setting,
@@ -364,6 +373,7 @@ def _finish(
 
         deviations = tuple(by_severity(result.verification.deviations))
         failure = result.verification.failure
+    speed = _speed(store, setting, result.reference_s)
     record = store.finish_execution(
         execution_id,
         result.step_times_s,
@@ -372,6 +382,7 @@ def _finish(
         process_bytes=[peak.process_bytes for peak in result.peaks] or None,
         lost_s=result.most_lost_s,
         undisturbed_s=result.undisturbed_s,
+        speed=speed,
     )
     recorded = None
     if result.recorded:
@@ -389,6 +400,7 @@ def _finish(
         batch_size=setting.training.batch_size,
         result=result,
         throughput=record.throughput_samples_per_s or setting.training.batch_size / result.median_s,
+        speed=speed,
         predicted_s=simulation.step_time_s,
         scheduling=simulation.scheduling,
         deviations=deviations,

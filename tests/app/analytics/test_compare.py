@@ -25,10 +25,11 @@ def run(
     *,
     at: int = 0,
     undisturbed_s: float | None = None,
+    speed: float | None = None,
 ) -> None:
     """Store a finished execution."""
     execution = store.start_execution(scene.execution(strategy_id, at=at))
-    store.finish_execution(execution, step_times_s, undisturbed_s=undisturbed_s)
+    store.finish_execution(execution, step_times_s, undisturbed_s=undisturbed_s, speed=speed)
 
 
 def strategy(store: Store, scene: Scene, number: int, source: StrategySource = "search") -> int:
@@ -55,7 +56,7 @@ def scene(store: Store) -> Scene:
     store.put_simulation(replace(scene.simulation(predicted_only, 4.0), feasible=False))
     run(store, scene, data_parallel, [6.0, 6.0, 6.0], at=0)
     run(store, scene, data_parallel, [2.5, 2.0, 4.0], at=1, undisturbed_s=1.6)
-    run(store, scene, searched, [0.8, 0.5, 0.9], undisturbed_s=0.75)
+    run(store, scene, searched, [0.8, 0.5, 0.9], undisturbed_s=0.75, speed=0.95)
     run(store, scene, measured_only, [5.0, 5.0, 5.0])
     store.fail_execution(store.start_execution(scene.execution(searched, at=9)), "rank 1: killed")
     store.finish_search(search, "finished", SearchOutcome(10, 5, 2.0, 1.0, searched))
@@ -80,6 +81,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
             **{**shares, **values},  # type: ignore[arg-type]
         )
 
+    # The mean step; what others took of it is not known.
+    at_usual_speed_s = (0.8 + 0.5 + 0.9) / 3 * 0.95
     searched = row(
         2,
         "search",
@@ -93,6 +96,9 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         relative_error_to_minimum=1.0,
         measured_undisturbed_s=0.75,
         relative_error_undisturbed=(1.0 - 0.75) / 0.75,
+        measured_speed=0.95,
+        measured_at_usual_speed_s=at_usual_speed_s,
+        relative_error_at_usual_speed=(1.0 - at_usual_speed_s) / at_usual_speed_s,
         predicted_speedup=2.0,
         measured_speedup=3.125,
         executions=1,
@@ -110,6 +116,9 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         relative_error_to_minimum=0.0,
         measured_undisturbed_s=1.6,
         relative_error_undisturbed=(2.0 - 1.6) / 1.6,
+        measured_speed=None,
+        measured_at_usual_speed_s=None,
+        relative_error_at_usual_speed=None,
         predicted_speedup=1.0,
         measured_speedup=1.0,
         executions=2,
@@ -127,6 +136,9 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         relative_error_to_minimum=None,
         measured_undisturbed_s=None,
         relative_error_undisturbed=None,
+        measured_speed=None,
+        measured_at_usual_speed_s=None,
+        relative_error_at_usual_speed=None,
         predicted_speedup=None,
         measured_speedup=0.5,
         measured_share=None,
@@ -148,13 +160,16 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         relative_error_to_minimum=None,
         measured_undisturbed_s=None,
         relative_error_undisturbed=None,
+        measured_speed=None,
+        measured_at_usual_speed_s=None,
+        relative_error_at_usual_speed=None,
         predicted_speedup=0.5,
         measured_speedup=None,
         feasible=False,
         executions=0,
     )
     assert compare(store.database).rows == (searched, data_parallel, measured_only, predicted_only)
-    # Of data parallelism's 2.5 s others took 0.9, of the searched strategy's 0.8 s 0.05.
+    # Of data parallelism's 2.5 s others took 0.9; the searched strategy ran at 0.95 of the usual speed.
     assert [row.is_restless for row in compare(store.database).rows] == [False, True, False, False]
 
 
@@ -180,13 +195,21 @@ def test_a_run_that_others_disturbed_is_named(command: Command, database: Path) 
     with Store.open(database) as store:
         scene = Scene.stored(store)
         disturbed, quiet = strategy(store, scene, 1, "data-parallel"), strategy(store, scene, 2)
-        for strategy_id, undisturbed_s in ((disturbed, 1.5), (quiet, 1.9)):
+        slow = strategy(store, scene, 3)
+        for strategy_id, undisturbed_s, speed in (
+            (disturbed, 1.5, None),
+            (quiet, 1.9, 0.95),
+            (slow, 2.0, 0.8),
+        ):
             store.put_simulation(scene.simulation(strategy_id, 1.2))
-            run(store, scene, strategy_id, [2.0], undisturbed_s=undisturbed_s)
+            run(store, scene, strategy_id, [2.0], undisturbed_s=undisturbed_s, speed=speed)
     printed = command("compare").output.split("restless")[1].split("measured: median")[0]
     assert samples.strategy(scene.graph_id, 1).digest[:12] in printed
     assert "1500.0 ms" in printed
     assert "-20.0 %" in printed
+    # At usual speed the slow one takes 1.6 s, predicted are 1.2.
+    assert samples.strategy(scene.graph_id, 3).digest[:12] in printed
+    assert "-25.0 %" in printed
     assert samples.strategy(scene.graph_id, 2).digest[:12] not in printed
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from app.db.records import LinkCostRecord, LinkFitRecord, OpCostRecord
 from app.db.store import Store
+from app.services.costs.operator_costs import model_time_s
 from graph.calls import CostPhase
 from graph.errors import DatabaseError
 from tests.app.db import samples
@@ -115,6 +116,29 @@ def test_medians_are_those_of_the_costs(store: Store) -> None:
                 key: cost.median_s for key, cost in costs.items()
             }
     assert store.op_cost_medians(kind, None)[samples.cost_key(9).digest, "forward"] is None
+
+
+def test_medians_are_at_the_speed_of_the_first_cost(store: Store) -> None:
+    kind = store.put_device_kind(samples.device_kind())
+    environment, other = (store.put_environment(samples.environment(number)) for number in (1, 2))
+    assert store.usual_reference_s(kind, environment) is None
+    plain, first, slow = (samples.op_cost(number, time_s=2.0) for number in (1, 2, 3))
+    store.put_op_costs(kind, environment, [plain])
+    assert store.usual_reference_s(kind, environment) is None
+    store.put_op_costs(
+        kind,
+        environment,
+        [replace(first, reference_s=0.02, speed=1.0), replace(slow, reference_s=0.04, speed=0.5)],
+    )
+    assert store.usual_reference_s(kind, environment) == 0.02
+    assert store.usual_reference_s(kind, other) is None
+    medians = store.op_cost_medians(kind, environment)
+    assert [medians[one.cost_key.digest, "forward"] for one in (plain, first, slow)] == [3.0, 3.0, 1.5]
+    # The first is measured again, where the core is slower: what all others are given at stays.
+    again = replace(first, reference_s=0.08, speed=0.25, measured_at=samples.moment(9))
+    store.put_op_costs(kind, environment, [again])
+    assert store.usual_reference_s(kind, environment) == 0.02
+    assert model_time_s(again) == store.op_cost_medians(kind, environment)[first.cost_key.digest, "forward"]
 
 
 _PHASES: list[CostPhase] = ["forward", "backward", "update"]

@@ -1,0 +1,27 @@
+"""How fast the cores were while costs and runs were measured.
+
+Revision: 0008, after 0007. Its definitions are frozen: they do not follow the models.
+"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0008"
+down_revision = "0007"
+branch_labels = None
+depends_on = None
+
+_COLUMNS = (("op_costs", "reference_s"), ("op_costs", "speed"), ("executions", "speed"))
+
+
+def upgrade() -> None:
+    """Add the columns; of what was measured before nothing is known."""
+    for table, name in _COLUMNS:
+        op.add_column(table, sa.Column(name, sa.Double(), nullable=True))
+
+
+def downgrade() -> None:
+    """Drop the columns, and their values."""
+    # In SQL: Alembic would write a SQLite table anew, and lose its other constraints by that.
+    for table, name in reversed(_COLUMNS):
+        op.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
