@@ -136,7 +136,7 @@ def _print_rows(rows: Sequence[ComparisonRow]) -> None:
     if restless:
         print_table(
             [
-                "restless: others took more than 10 %, or speed",
+                "restless by over 10 %: others, or speed",
                 "measured",
                 "less what they took",
                 "error then",

@@ -131,7 +131,7 @@ class _PipelineSearch:
         Meanwhile also with gradients that are summed in every micro-batch, until that fits, and with weights kept in
         shares, likewise. Not where it takes too long without what is made again, which only adds to it.
         """
-        tries_each, tries_shares = self.stagings.may_sum_each, self.trial.problem.shares_weights
+        tries_each, tries_shares = self.stagings.may_sum_each, self.stagings.may_share_weights(staging)
         for share in RECOMPUTED_SHARES:
             again = self.stagings.recomputing(staging, share)
             outcomes = [self.take(replace(again, shares_optimizer=shares)) for shares in (False, True)]
@@ -426,7 +426,7 @@ class _Moves:
 
         Where activations are made again for want of memory, gradients may be kept in shares before that.
         """
-        if self._stagings.problem.shares_weights and staging.shares_optimizer and self._below(2):
+        if self._stagings.may_share_weights(staging) and staging.shares_optimizer and self._below(2):
             return replace(staging, shares_weights=not staging.shares_weights)
         shares_alone = staging.shares_optimizer and not staging.sums_each
         if shares_alone and staging.recomputed and self._stagings.may_sum_each:

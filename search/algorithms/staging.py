@@ -138,6 +138,10 @@ class Stagings:
         """Whether it is a choice to sum gradients in every micro-batch."""
         return self.problem.micro_batches > 1 and self.problem.gradients is None
 
+    def may_share_weights(self, staging: Staging) -> bool:
+        """Whether weights themselves may be kept in shares: not for the weight parts of backwards."""
+        return self.problem.shares_weights and staging.schedule is not Schedule.ZERO_BUBBLE
+
     # ---- strategies
 
     def strategy(self, staging: Staging) -> Strategy | None:

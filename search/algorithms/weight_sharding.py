@@ -39,7 +39,8 @@ def _share_weights(trial: Trial, starts: Sequence[Strategy], _seed: int) -> None
         gained = False
         for layer in layers:
             for level in Sharding:
-                changed = _with(graph, trial.best[1], layer, level, whole)
+                # What a step in micro-batches cannot keep in shares stays as it is.
+                changed = trial.problem.in_micro_batches(_with(graph, trial.best[1], layer, level, whole))
                 if changed != trial.best[1]:
                     gained |= trial.take(changed)
 
