@@ -20,6 +20,7 @@ class ComparisonRow:
     processes took of the cores (None where that was not counted), and `relative_error_at_usual_speed` for the mean step
     without that at the speed that costs are given at, where the cores had `measured_speed`. `measured_noise_s` is what
     repeating moves the median by (`app.analytics.accuracy`).
+    Efficiencies and potentials are TicTac's E and S, those recorded the medians of the steps of a run with `--profile`.
     Speed-ups are over data parallelism on the same graph, topology and training. The shares say what part of the
     predicted time rests on measured costs, estimates and data sheets. `schedule`: None of a step in one batch.
     """
@@ -46,6 +47,10 @@ class ComparisonRow:
     measured_speed: float | None
     measured_at_usual_speed_s: float | None
     relative_error_at_usual_speed: float | None
+    predicted_scheduling_efficiency: float | None
+    recorded_scheduling_efficiency: float | None
+    predicted_speedup_potential: float | None
+    recorded_speedup_potential: float | None
     predicted_speedup: float | None
     measured_speedup: float | None
     measured_share: float | None

@@ -125,8 +125,8 @@ _SIMULATIONS = f"""
 SELECT run.id, {_RUN_NAMES}, run.task_order, run.step_time_s,
        training.batch_size / run.step_time_s AS throughput_samples_per_s, run.measured_share,
        run.estimated_share, run.datasheet_share, run.compute_s, run.communication_bytes, run.peak_bytes,
-       run.feasible::BOOLEAN AS feasible, run.cost_digest, run.created_at, run.strategy_id, run.topology_id,
-       run.training_id, run.search_id
+       run.feasible::BOOLEAN AS feasible, run.scheduling_efficiency, run.speedup_potential, run.cost_digest,
+       run.created_at, run.strategy_id, run.topology_id, run.training_id, run.search_id
 FROM store.simulations AS run {_RUN_JOINS}
 """
 
@@ -178,7 +178,7 @@ WITH predicted AS (
     ) = 1
 ),
 measured AS (
-    SELECT strategy_id, topology_id, training_id, median_s, minimum_s, undisturbed_s, speed,
+    SELECT id, strategy_id, topology_id, training_id, median_s, minimum_s, undisturbed_s, speed,
            (mean_s - coalesce(list_aggregate(lost_s::DOUBLE[], 'avg'), 0)) * speed AS at_usual_speed_s,
            count(*) OVER alike AS executions,
            greatest(
@@ -193,16 +193,26 @@ measured AS (
         PARTITION BY strategy_id, topology_id, training_id ORDER BY created_at DESC, id DESC
     ) = 1
 ),
+recorded AS (
+    SELECT execution AS id, median(scheduling_efficiency) AS efficiency, median(speedup_potential) AS potential
+    FROM recorded_steps
+    GROUP BY execution
+),
 run AS (
     SELECT strategy_id, topology_id, training_id, predicted.step_time_s AS predicted_s,
            measured.median_s AS measured_median_s, measured.minimum_s AS measured_minimum_s,
            measured.noise_s AS measured_noise_s, measured.undisturbed_s AS measured_undisturbed_s,
            measured.speed AS measured_speed,
            measured.at_usual_speed_s AS measured_at_usual_speed_s,
+           predicted.scheduling_efficiency AS predicted_scheduling_efficiency,
+           recorded.efficiency AS recorded_scheduling_efficiency,
+           predicted.speedup_potential AS predicted_speedup_potential,
+           recorded.potential AS recorded_speedup_potential,
            coalesce(measured.executions, 0) AS executions, predicted.feasible::BOOLEAN AS feasible,
            predicted.task_order, predicted.measured_share, predicted.estimated_share, predicted.datasheet_share
     FROM predicted
     FULL JOIN measured USING (strategy_id, topology_id, training_id)
+    LEFT JOIN recorded ON recorded.id = measured.id
 )
 SELECT {_RUN_NAMES}, run.predicted_s, run.measured_median_s, run.measured_minimum_s,
        training.batch_size / run.predicted_s AS predicted_throughput_samples_per_s,
@@ -214,6 +224,8 @@ SELECT {_RUN_NAMES}, run.predicted_s, run.measured_median_s, run.measured_minimu
        run.measured_speed, run.measured_at_usual_speed_s,
        (run.predicted_s - run.measured_at_usual_speed_s) / run.measured_at_usual_speed_s
            AS relative_error_at_usual_speed,
+       run.predicted_scheduling_efficiency, run.recorded_scheduling_efficiency,
+       run.predicted_speedup_potential, run.recorded_speedup_potential,
        max(CASE WHEN strategy.source = 'data-parallel' THEN run.predicted_s END) OVER alike
            / run.predicted_s AS predicted_speedup,
        max(CASE WHEN strategy.source = 'data-parallel' THEN run.measured_median_s END) OVER alike

@@ -271,7 +271,8 @@ class SimulationRecord:
 
     The three shares say what part of the predicted time rests on measured costs, on estimates and on data
     sheets; they add up to 1. `compute_s` is summed over the devices. `peak_bytes` has one entry a device.
-    `feasible` is False when a device's memory does not hold the strategy.
+    `feasible` is False when a device's memory does not hold the strategy. `scheduling_efficiency` and
+    `speedup_potential` are TicTac's E and S (`search.simulate.scheduling`).
     """
 
     strategy_id: int
@@ -288,6 +289,8 @@ class SimulationRecord:
     peak_bytes: tuple[int, ...]
     feasible: bool = True
     search_id: int | None = None
+    scheduling_efficiency: float | None = None
+    speedup_potential: float | None = None
     created_at: datetime = field(default_factory=utc_now)
     id: int = 0
 

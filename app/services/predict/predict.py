@@ -402,6 +402,8 @@ def predict(
             peak_bytes=simulation.peak_memory_bytes,
             feasible=simulation.feasible,
             search_id=search_id,
+            scheduling_efficiency=simulation.scheduling.efficiency,
+            speedup_potential=simulation.scheduling.speedup_potential,
         )
     )
     return strategy_id, simulation

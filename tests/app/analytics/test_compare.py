@@ -65,7 +65,10 @@ def scene(store: Store) -> Scene:
 
 def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
     def row(number: int, source: StrategySource, **values: float | bool | None) -> ComparisonRow:
-        shares = {"measured_share": 0.75, "estimated_share": 0.25, "datasheet_share": 0.0, "feasible": True}
+        shares = {
+            "measured_share": 0.75, "estimated_share": 0.25, "datasheet_share": 0.0, "feasible": True,
+            "predicted_scheduling_efficiency": 0.9, "predicted_speedup_potential": 0.5,
+        }  # fmt: skip
         return ComparisonRow(
             model="inception",
             topology="local",
@@ -78,6 +81,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
             device_count=2,
             micro_batches=1,
             schedule=None,
+            recorded_scheduling_efficiency=None,
+            recorded_speedup_potential=None,
             **{**shares, **values},  # type: ignore[arg-type]
         )
 
@@ -145,6 +150,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         estimated_share=None,
         datasheet_share=None,
         feasible=None,
+        predicted_scheduling_efficiency=None,
+        predicted_speedup_potential=None,
         executions=1,
     )
     predicted_only = row(

@@ -151,6 +151,8 @@ class Scene:
             communication_bytes=2**34,
             peak_bytes=(2**33, 5),
             search_id=search_id,
+            scheduling_efficiency=0.9,
+            speedup_potential=0.5,
             created_at=moment(at),
         )
 

@@ -108,6 +108,12 @@ def test_scheduling_stands_beside_simulated_and_recorded_steps(run: Command) -> 
     shown = run("strategy", "show", "1", "--json").document
     assert all(shown[key] >= 0 for key in keys)
     assert "scheduling efficiency" in run("strategy", "show", "1").output
+    # And in the comparison of all strategies, beside what is stored of the prediction.
+    rows = run("compare", "--json").document["strategies"]
+    (compared,) = [row for row in rows if row["recorded_scheduling_efficiency"] is not None]
+    for key in keys:
+        assert compared[f"recorded_{key}"] == pytest.approx(found[f"recorded_{key}"])
+        assert compared[f"predicted_{key}"] == pytest.approx(found[key])
     steps = run("query", "FROM recorded_steps", "--format", "json").document
     assert len(steps) == found["recorded_steps"]
     for key in keys:

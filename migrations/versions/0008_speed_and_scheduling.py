@@ -1,4 +1,4 @@
-"""How fast the cores were while costs and runs were measured.
+"""How fast the cores were while costs and runs were measured, and how well predicted steps are scheduled.
 
 Revision: 0008, after 0007. Its definitions are frozen: they do not follow the models.
 """
@@ -11,11 +11,17 @@ down_revision = "0007"
 branch_labels = None
 depends_on = None
 
-_COLUMNS = (("op_costs", "reference_s"), ("op_costs", "speed"), ("executions", "speed"))
+_COLUMNS = (
+    ("op_costs", "reference_s"),
+    ("op_costs", "speed"),
+    ("executions", "speed"),
+    ("simulations", "scheduling_efficiency"),
+    ("simulations", "speedup_potential"),
+)
 
 
 def upgrade() -> None:
-    """Add the columns; of what was measured before nothing is known."""
+    """Add the columns; of what was measured or predicted before nothing is known."""
     for table, name in _COLUMNS:
         op.add_column(table, sa.Column(name, sa.Double(), nullable=True))
 
