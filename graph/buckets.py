@@ -136,6 +136,22 @@ def weight_gathers(
     )
 
 
+def last_backward_reads(
+    graph: OperatorGraph, strategy: Strategy, active: tuple[tuple[bool, ...], ...]
+) -> dict[str, int]:
+    """Return, for each weight that a backward reads, the operator whose backward is the last to do so.
+
+    Of a read that is detached no gradient comes, but the backward of its reader needs the weight as it was; so does an
+    operator that is made again.
+    """
+    groups = strategy.recomputation
+    reads = {
+        name: [index for index in readers if any(active[index]) or needed_at(groups, index) != index]
+        for name, readers in graph.weight_readers.items()
+    }
+    return {name: min(indexes) for name, indexes in reads.items() if indexes}
+
+
 def _merged_gathers(
     graph: OperatorGraph,
     held: dict[str, dict[int, Region]],

@@ -39,13 +39,12 @@ from functools import cached_property
 
 from graph.axes import operand_regions, tasks
 from graph.backward_parts import backward_parts
-from graph.buckets import Bucket, Gathers, gradient_buckets, weight_gathers
+from graph.buckets import Bucket, Gathers, gradient_buckets, last_backward_reads, weight_gathers
 from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
-from graph.pulls import Bounds, Pull, SliceStart, check_pulls, slice_starts
-from graph.recomputation import needed_at
+from graph.pulls import Bounds, Pull, SliceStart, bounds_of_pulls, check_pulls, slice_starts
 from graph.schedule import ONE_BATCH, Phase, Schedule, Stage, Unit, common_order, stages_of
 from graph.strategy import Sharding, Strategy, stays_whole
 from graph.synchronization import Policy, Synchronization
@@ -197,30 +196,8 @@ class Plan:
     @cached_property
     def pull_bounds(self) -> Bounds:
         """Where pulls may be: before the first operator that reads a bucket's weights, and after the last one."""
-        whole, count = stays_whole(self.graph), len(self.buckets)
-        soonest = []
-        for number, bucket in enumerate(self.buckets):
-            names = {entry.weight for entry in bucket.entries}
-            last = min(map(self._last_read, names))
-            behind = (place for place in range(number, count) if self.buckets[place].after <= last)
-            soonest.append(count if names & whole else next(behind, count))
-        return Bounds(
-            tuple(soonest),
-            tuple(count + place for place in self.first_read),
-            tuple(k for k, bucket in enumerate(self.buckets) if bucket.sharding is Sharding.OPTIMIZER),
-        )
-
-    def _last_read(self, weight: str) -> int:
-        """Return the operator whose backward is the last to read a weight, for its gradient or for another one's.
-
-        Of a read that is detached no gradient comes, but the backward of its reader needs the weight as it was.
-        """
-        groups = self.strategy.recomputation
-        return min(
-            index
-            for index in self.graph.weight_readers[weight]
-            if any(self.active[index]) or needed_at(groups, index) != index
-        )
+        last_reads = last_backward_reads(self.graph, self.strategy, self.active)
+        return bounds_of_pulls(self.buckets, last_reads, stays_whole(self.graph), self.first_read)
 
     @cached_property
     def pulls_awaited(self) -> dict[int, tuple[int, ...]]:

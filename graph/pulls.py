@@ -10,11 +10,13 @@ Source: P3, priority-based parameter propagation (SysML 2019): push, update, pul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from graph.buckets import Bucket
 from graph.schedule import Phase
+from graph.strategy import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,30 @@ class Bounds:
     soonest: tuple[int, ...]
     latest: tuple[int, ...]
     shared: tuple[int, ...]
+
+
+def bounds_of_pulls(
+    buckets: Sequence[Bucket], last_reads: Mapping[str, int], late: Collection[str], first_read: Sequence[int]
+) -> Bounds:
+    """Return where pulls may be: once no backward reads a bucket's weights, and before the next forward that does.
+
+    Args:
+        buckets: in the order in which they are full.
+        last_reads: for each weight, the operator whose backward is the last to read it.
+        late: weights that are read after all backwards.
+        first_read: for each bucket, the place in the forward of the first operator that reads any of its weights.
+    """
+    count, soonest = len(buckets), []
+    for number, bucket in enumerate(buckets):
+        names = {entry.weight for entry in bucket.entries}
+        last = min(last_reads[name] for name in names)
+        behind = (place for place in range(number, count) if buckets[place].after <= last)
+        soonest.append(next(behind, count) if names.isdisjoint(late) else count)
+    return Bounds(
+        tuple(soonest),
+        tuple(count + place for place in first_read),
+        tuple(number for number, bucket in enumerate(buckets) if bucket.sharding is Sharding.OPTIMIZER),
+    )
 
 
 def slice_starts(
@@ -81,7 +107,7 @@ def slice_starts(
 def check_pulls(
     pulls: Sequence[Pull], slice_order: Sequence[int], starts: Sequence[Sequence[SliceStart]], bounds: Bounds
 ) -> None:
-    """Check pulls, and what they start where (`slice_starts`).
+    """Check pulls, and the sums and pulls that start at each place (`slice_starts`).
 
     Raises:
         ValueError: they are of other slices, one comes before its sum or too soon, or something after the operator that

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from itertools import takewhile
 
 import torch
 
@@ -34,7 +34,7 @@ class ReferenceKernel:
         self._source = torch.ones(MEMORY_ELEMENTS)
         self._target = torch.zeros(MEMORY_ELEMENTS)
         # When each sample was taken, and its seconds.
-        self._samples: deque[tuple[float, float]] = deque()
+        self._samples: list[tuple[float, float]] = []
         # The first time its memory is given out, and its code is loaded.
         self._time()
 
@@ -46,7 +46,8 @@ class ReferenceKernel:
     def recent_s(self, within_s: float = RECENT_S) -> float | None:
         """Return the mean of the samples of the last seconds; None without any."""
         since = time.monotonic() - within_s
-        recent = [sample_s for taken_at, sample_s in self._samples if taken_at >= since]
+        latest_first = takewhile(lambda sample: sample[0] >= since, reversed(self._samples))
+        recent = [sample_s for _, sample_s in latest_first]
         return sum(recent) / len(recent) if recent else None
 
     def _time(self) -> float:

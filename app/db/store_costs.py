@@ -126,7 +126,7 @@ class CostStore(StorePart):
         return {(cost.digest, cost.phase): cost.median_s for cost in medians}
 
     def usual_reference_s(self, device_kind_id: int, environment_id: int) -> float | None:
-        """Return what the reference kernel takes at the speed that costs of a kind in an environment are given at.
+        """Return the seconds of the reference kernel at the speed that a kind's costs in an environment are given at.
 
         That of the first cost there was (`OpCostRecord.speed`); None without any.
         """

@@ -21,7 +21,7 @@ _COLUMNS = (
 
 
 def upgrade() -> None:
-    """Add the columns; of what was measured or predicted before nothing is known."""
+    """Add the columns; rows from before have no values."""
     for table, name in _COLUMNS:
         op.add_column(table, sa.Column(name, sa.Double(), nullable=True))
 

@@ -308,9 +308,7 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
         if of_kind == RECOMPUTE:
             operator = pipeline.last_O[operator]
         segment_T[backward] = pipeline.stages + pipeline.stage_O[operator]
-    first_G = np.full(pipeline.leading, len(kind))
-    computes = np.flatnonzero(segment_T >= 0)
-    np.minimum.at(first_G, segment_T[computes], computes)
+    computes_T = segment_T >= 0
     for side, of_kind in enumerate((FORWARD_GATHER, BACKWARD_GATHER)):
         gathers = np.flatnonzero(kind == of_kind)
         segment_T[gathers] = side * pipeline.stages + pipeline.stage_O[tasks.subject[gathers]]
@@ -319,8 +317,12 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
     places = np.where(segment_T >= 0, np.arange(len(kind)), 0)
     segment_T = segment_T[np.maximum.accumulate(places)]
     gathers = np.flatnonzero((kind == FORWARD_GATHER) | (kind == BACKWARD_GATHER))
-    leading = gathers[gathers < first_G[segment_T[gathers]]]
-    segment_T[leading] += pipeline.leading
+    if len(gathers):
+        # Of each segment the first computation: of several the first is written last.
+        computations = np.flatnonzero(computes_T)[::-1]
+        first_G = np.full(pipeline.leading, len(kind))
+        first_G[segment_T[computations]] = computations
+        segment_T[gathers[gathers < first_G[segment_T[gathers]]]] += pipeline.leading
     return segment_T
 
 

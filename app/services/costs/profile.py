@@ -494,7 +494,7 @@ class Measurer:
     def _at_usual_speed(self, records: Sequence[OpCostRecord]) -> list[OpCostRecord]:
         """Return costs with the speed that they were measured at, by that of the first of their kind."""
         group = self._group
-        if self._usual_reference_s is None:
+        if self._usual_reference_s is None and any(record.reference_s is not None for record in records):
             self._usual_reference_s = self._store.usual_reference_s(group.kind_id, group.environment_id)
         placed = []
         for record in records:

@@ -347,7 +347,7 @@ def _launch(job: Job, machine: LocalMachine, timeout_s: float) -> JobResult | No
 
 
 def _speed(store: Store, setting: Setting, reference_s: float | None) -> float | None:
-    """Return how fast the devices were beside those that their costs are given at; None where nothing tells."""
+    """Return the speed of the devices' cores, where 1 is the speed that costs are given at; None where not known."""
     machine = setting.target.machine
     if reference_s is None or machine is None or len(machine.groups) != 1:
         return None
