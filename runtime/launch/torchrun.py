@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from runtime.launch.processes import error_line, join_group, leave_group, occupy
 from runtime.ranks.watchdog import under_watchdog
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -126,13 +128,11 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
     Raises:
         RuntimeFailure: a rank failed; one line with the rank and the reason. All processes have ended.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # On a port that is free. The launcher opens a store of this port too, which is then the same.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    store = _store_on_a_free_port()
     with (
         tempfile.TemporaryDirectory(prefix="soapstone-ranks-") as folder,
         _quiet_launcher(),
@@ -171,6 +171,27 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
                 raise KeyboardInterrupt from error
             raise SystemExit(128 + error.sigval) from error
     return [results[rank] for rank in range(count)]
+
+
+def _store_on_a_free_port() -> TCPStore:
+    """Open a store on this machine that the launcher shares: it opens one of the same port.
+
+    torch finds the store to share by its port, but not where a store that has ended had the same, unless the port is
+    named. A port of 0 would therefore fail as soon as the system gives one for the second time.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=free.detach(),
+        )
 
 
 def _explain(error: ChildFailedError) -> str:

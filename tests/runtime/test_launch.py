@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,26 @@ result = launch(job, [None, None], timeout_s=60)
 assert (result is None) == (os.environ["RANK"] != "0")
 if result is not None:
     print(json.dumps(result.losses))
+"""
+
+# Where the system has few ports to give: it gives one for the second time soon.
+FEW_PORTS = """
+ip link set lo up && echo 40000 40031 > /proc/sys/net/ipv4/ip_local_port_range && exec "$@"
+"""
+
+SHARED_STORES = """
+from torch.distributed import TCPStore
+from runtime.launch.torchrun import _store_on_a_free_port
+seen = set()
+while True:
+    ours = _store_on_a_free_port()
+    launchers = TCPStore("127.0.0.1", ours.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    ours.set("a key", "a value")
+    assert launchers.get("a key") == b"a value"
+    if ours.port in seen:
+        break
+    seen.add(ours.port)
+    del ours, launchers
 """
 
 
@@ -64,3 +85,23 @@ def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: 
     assert done.returncode == 0, done.stderr
     losses = json.loads(done.stdout.strip().splitlines()[-1])
     assert losses == pytest.approx(train_plain(reference("branches")).losses, rel=1e-4)
+
+
+def test_the_launcher_shares_the_store_on_a_port_that_is_given_for_the_second_time() -> None:
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("no unshare or no iproute2")
+    if (
+        made := subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    ).returncode:
+        pytest.skip(f"no network namespaces: {made.stderr.strip()}")
+    python = [sys.executable, "-c", SHARED_STORES]
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", FEW_PORTS, "sh", *python],
+        cwd=ROOT,
+        env={**os.environ, **child_variables()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
