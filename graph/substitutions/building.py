@@ -10,7 +10,7 @@ from graph.importing.building import DraftOperator, GraphBuilder, Ref
 from graph.operators import Argument, Slot, TensorSpec
 from graph.rules.windows import repeat, window_reaches
 from graph.substitutions.terms import VARIABLE, Term
-from graph.substitutions.translation import SAME, Reading, SymbolMeaning
+from graph.substitutions.translation import FACTORS, SAME, Reading, SymbolMeaning
 
 _TARGETS = {"add": "aten.add.Tensor", "multiply": "aten.mul.Tensor"}
 
@@ -250,7 +250,7 @@ class TermBuilder:
         if term.kind == "flatten":
             groups = [(prod(inner),)]
         else:
-            groups = [self._extents.get(name, ()) for name in ("a", "b")]
+            groups = [self._extents.get(name, ()) for name in FACTORS]
             if not all(groups) or prod(map(prod, groups)) != prod(inner):
                 raise _NotBuilt
         size = (*shape[:batch], *(one for group in groups for one in group), *shape[len(shape) - last :])

@@ -20,7 +20,7 @@ from typing import Protocol
 from graph.operators import Argument, Slot, TensorSpec
 from graph.rules.common import positive, slots_in
 from graph.rules.pointwise_targets import POINTWISE
-from graph.substitutions.terms import VARIABLE, Attribute, Term
+from graph.substitutions.terms import VARIABLE, Attribute, Term, subterms
 
 Arguments = tuple[tuple[str, Argument], ...]
 SymbolMeaning = tuple[str, Arguments]
@@ -47,6 +47,8 @@ TARGETS: Mapping[str, frozenset[str]] = {
     "split": frozenset({"aten.split_with_sizes.default", "aten.slice.Tensor"}),
 }
 """The operators of graphs that each kind of term may be."""
+FACTORS = ("a", "b")
+"""The extents that make a product, in every rule."""
 SAME = "soapstone.same"
 """The target of a draft whose output is its input: none is executed, readers read the input."""
 
@@ -196,7 +198,7 @@ class ProducedValues:
             case "conv":
                 yield from _convolution(node, reading, used)
             case "flatten" | "unflatten":
-                yield from self._viewed(term.kind, node, reading, used)
+                yield from self._viewed(term, node, reading, used)
 
     def _joined(self, dim: Attribute, reading: Reading, used: frozenset[str]) -> Iterator[Decomposition]:
         if reading.dim == dim:
@@ -294,7 +296,7 @@ class ProducedValues:
                 yield Decomposition((reading.of(x), Reading((bias,), (0, 1))), used)
 
     def _viewed(
-        self, kind: str, node: AnyOperator, reading: Reading, used: frozenset[str]
+        self, term: Term, node: AnyOperator, reading: Reading, used: frozenset[str]
     ) -> Iterator[Decomposition]:
         if node.target != "aten.view.default":
             return
@@ -303,7 +305,9 @@ class ProducedValues:
         blocks = self.blocks(reading)
         first = len(shape) - batch - last
         options: list[tuple[int, ...]] = [(batch, first, last)]
-        if kind == "flatten":
+        # Of what is joined, the first factor is a sum.
+        is_joined = any(part.kind == "concat" for part in subterms(term))
+        if term.kind == "flatten":
             options = [(batch, count, first - count, last) for count in range(1, first)]
         for layout in options:
             operand = Reading((node.inputs[0],), layout)
@@ -311,7 +315,9 @@ class ProducedValues:
                 continue
             given = self.blocks(operand)
             if given[-1] == blocks[-1] and prod(map(prod, given)) == prod(map(prod, blocks)):
-                yield Decomposition((operand,), used)
+                is_factored = term.kind == "unflatten" and not is_joined
+                factors = zip(FACTORS, blocks[:2], strict=True) if is_factored else ()
+                yield Decomposition((operand,), used, extents=tuple(factors))
 
 
 def _before_transposition(nodes: list[AnyOperator], reading: Reading) -> Iterator[Reading]:

@@ -192,6 +192,44 @@ def test_values_that_others_read_stay_and_what_is_behind_draws_as_before() -> No
     agree(built, graph, other, exact=False)
 
 
+class Viewed(nn.Module):
+    """A product of what is viewed as of more dims, scaled; the order of both operators is an argument."""
+
+    def __init__(self, *, product_first: bool) -> None:
+        super().__init__()
+        self.product_first = product_first
+        self.weight = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return a loss of rows [20, 3]."""
+        if self.product_first:
+            result = (rows @ self.weight).view(4, 5, 2) * 0.5
+        else:
+            result = (rows * 0.5).view(4, 5, 3) @ self.weight
+        return result.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("product_first", "source"),
+    [
+        (False, "matmul(unflatten(scale[s](x1)), x2)"),
+        (True, "scale[s](unflatten(matmul(x1, x2)))"),
+    ],
+)
+def test_where_rows_are_viewed_as_two_dims_the_smaller_weight_is_scaled(
+    product_first: bool,  # noqa: FBT001
+    source: str,
+) -> None:
+    torch.manual_seed(5)
+    built: Built = (Viewed(product_first=product_first), (torch.randn(20, 3),), {})
+    graph = import_module(*built, name="viewed")
+    assert source in reorderings(graph)
+    other = rewritten(graph, matches(graph))
+    (scaled,) = (operator for operator in other.operators if operator.target == "aten.mul.Tensor")
+    assert [spec.shape for spec in other.output_specs(scaled)] == [(3, 2)]
+    agree(built, graph, other, exact=False)
+
+
 def test_a_strategy_of_a_graph_is_carried_over_to_a_rewritten_one() -> None:
     graph = import_module(*branches(Joined()), name="joined")
     other = rewritten(graph, [match for match in matches(graph) if match.rule in directions()])
