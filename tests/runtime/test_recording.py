@@ -116,7 +116,8 @@ def test_two_ranks_record_what_they_do_and_what_they_wait_for(pool: LocalPool) -
     degrees = [tuple(2 if axis.name == "sample" else 1 for axis in o.space.axes) for o in graph.operators]
     configurations = tuple(Configuration(d, (0, 1) if 2 in d else (0,)) for d in degrees)
     job = make_job(graph, Strategy(graph.digest, configurations), reference("convolutions"))
-    result = pool.run(replace(job, recorded=2, verify=False, collect=False))
+    job = replace(job, iterations=2, warmup=1, recorded=2, verify=False, collect=False)
+    result = pool.run(job)
     plan = build_plan(graph, job.strategy, (0, 0))
     assert len(result.recorded) == 2
     for step in result.recorded:
