@@ -31,6 +31,7 @@ from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, fsdp, random_strategy, zero
 from search.space.placements import ProposalOrigin
+from tests.graphs import small_graph
 from tests.search.builders import MadeUpCosts, cluster, random_anywhere
 
 FILE = Path(__file__).with_name("golden.json")
@@ -39,18 +40,6 @@ ORDERS: tuple[Order, ...] = ("program", "fifo", "priority")
 DEVICES = 8
 TRAINING = Training(4)
 OPTIONS = SearchOptions(proposals=60, chains=2, seed=1, beta=30.0, shares=shares_for(DEVICES))
-
-
-def imported(name: str) -> OperatorGraph:
-    """Return a network of the zoo in its small size."""
-    import torch
-
-    from graph.importer import import_module
-    from graph.zoo import build
-
-    with torch.device("meta"):
-        module, arguments, keywords = build(name, "small")
-    return import_module(module, arguments, keywords, name=name)
 
 
 def strategies(graph: OperatorGraph) -> dict[str, Strategy]:
@@ -114,7 +103,7 @@ def digest(content: bytes) -> str:
 
 def results(name: str) -> Iterator[tuple[str, Any]]:
     """Give all results of a network, each with its name."""
-    graph, topology = imported(name), cluster()
+    graph, topology = small_graph(name), cluster()
     yield "graph", graph.digest
     chosen = strategies(graph)
     for title, strategy in chosen.items():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from graph import rules
 from graph.axes import AxisKind, Degrees, IterationSpace, tasks
-from graph.importer import import_module
-from graph.zoo import build, zoo_names
+from graph.zoo import zoo_names
+from tests.graphs import small_graph
 from tests.quick import FEW_NETWORKS, few, seeds
 
 MOST_TASKS = 48
@@ -31,9 +30,7 @@ def random_degrees(space: IterationSpace, generator: random.Random) -> Degrees:
 @pytest.mark.parametrize("seed", seeds(1, 8))
 @pytest.mark.parametrize("name", few(FEW_NETWORKS, zoo_names()))
 def test_every_task_of_a_zoo_network_has_the_call_that_is_made_for_it_alone(name: str, seed: int) -> None:
-    with torch.device("meta"):
-        module, args, kwargs = build(name, "small", 6)
-    graph = import_module(module, args, kwargs, name=name)
+    graph = small_graph(name, 6)
     generator = random.Random(f"{name} {seed}")
     kept = made = 0
     for operator in {(one.target, one.arguments, one.space): one for one in graph.operators}.values():

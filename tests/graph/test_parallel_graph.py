@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from graph.axes import UNBOUNDED, AxisKind, operand_region, operand_regions, part_of
 from graph.errors import StrategyError
-from graph.importer import import_module
 from graph.intervals import Region, full_region
 from graph.operator_ranges import OperatorRange
 from graph.operators import Operator, OperatorGraph
@@ -46,8 +45,8 @@ from graph.plan import build_plan
 from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding, Strategy
 from graph.synchronization import Policy, Synchronization
-from graph.zoo import build
 from search.space.baselines import all_baselines, data_parallel, fsdp, megatron, single_device
+from tests.graphs import small_graph
 from tests.search.builders import branches, joined, statistics, two_layers, unrolled, viewed
 
 DEVICES = 16
@@ -61,7 +60,7 @@ ZOO = {"mlp": 8, "alexnet": 8, "gpt2": 4}
 def network(name: str) -> OperatorGraph:
     if name in BUILT:
         return BUILT[name]()
-    return import_module(*build(name, "small", ZOO[name]), name=name)
+    return small_graph(name, ZOO[name])
 
 
 def random_view(degrees: tuple[int, ...], rng: np.random.Generator) -> MachineView:

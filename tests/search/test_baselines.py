@@ -12,7 +12,7 @@ from graph.intervals import shape
 from graph.operators import OperatorGraph
 from graph.plan import weight_placement
 from graph.strategy import Configuration, Strategy
-from graph.zoo import build, zoo_names
+from graph.zoo import zoo_names
 from search.space.baselines import (
     all_baselines,
     global_map,
@@ -23,19 +23,12 @@ from search.space.baselines import (
     stanza,
     usual_baselines,
 )
-
-_graphs: dict[str, OperatorGraph] = {}
+from tests.graphs import small_graph
 
 
 def small(name: str) -> OperatorGraph:
-    """Return the graph of a small network of the zoo with a batch of eight; imported once."""
-    if name not in _graphs:
-        import torch
-
-        with torch.device("meta"):
-            module, args, kwargs = build(name, "small", 8)
-        _graphs[name] = import_module(module, args, kwargs, name=name)
-    return _graphs[name]
+    """Return the graph of a small network of the zoo with a batch of eight."""
+    return small_graph(name, 8)
 
 
 def held_shapes(graph: OperatorGraph, strategy: Strategy, weight: str) -> list[tuple[int, ...]]:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 
 import pytest
-import torch
 
-from graph.importer import import_module
-from graph.operators import OperatorGraph
 from graph.substitutions.rewriting import every_substitution, rewritten
-from graph.zoo import build
 from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
+from tests.graphs import small_graph
 from tests.quick import seeds
 from tests.runtime.strategies import random_strategy
 
 
-@cache
-def imported(name: str) -> OperatorGraph:
-    with torch.device("meta"):
-        return import_module(*build(name, "small"), name=name)
-
-
 @pytest.mark.parametrize("name", ["inception", "bert-large"])
 def test_data_parallelism_stays_data_parallelism_and_one_device_one(name: str) -> None:
-    graph = imported(name)
+    graph = small_graph(name)
     other = rewritten(graph, every_substitution(graph))
     assert (
         carried(data_parallel(graph, 4), graph, other).configurations
@@ -37,7 +27,7 @@ def test_data_parallelism_stays_data_parallelism_and_one_device_one(name: str) -
 
 @pytest.mark.parametrize("seed", seeds(4, 10))
 def test_any_strategy_carried_over_is_legal_and_keeps_what_stays(seed: int) -> None:
-    graph = imported("inception")
+    graph = small_graph("inception")
     other = rewritten(graph, every_substitution(graph))
     strategy = random_strategy(graph, 3, seed)
     result = carried(strategy, graph, other)
@@ -52,7 +42,7 @@ def test_any_strategy_carried_over_is_legal_and_keeps_what_stays(seed: int) -> N
 def test_between_any_two_rewritten_graphs_and_back_it_is_legal_and_keeps_what_both_have(
     name: str, seed: int
 ) -> None:
-    graph, draw = imported(name), random.Random(seed)
+    graph, draw = small_graph(name), random.Random(seed)
     every = every_substitution(graph)
     one, other = (rewritten(graph, draw.sample(every, draw.randint(0, len(every)))) for _ in range(2))
     for before, after in ((one, other), (other, one), (one, graph), (graph, other)):
@@ -67,7 +57,7 @@ def test_between_any_two_rewritten_graphs_and_back_it_is_legal_and_keeps_what_bo
 
 
 def test_parts_of_a_merged_operator_get_its_configuration_back() -> None:
-    graph = imported("bert-large")
+    graph = small_graph("bert-large")
     other = rewritten(graph, every_substitution(graph))
     strategy = random_strategy(other, 3, 5)
     result = carried(strategy, other, graph)

@@ -23,6 +23,7 @@ from search.orders import Order
 from search.outcome import NEVER_NS, Outcome
 from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel
+from tests.graphs import small_graph
 from tests.reference import policies
 from tests.reference import simulate as reference
 from tests.search.builders import (
@@ -43,7 +44,6 @@ from tests.search.builders import (
     unrolled,
 )
 from tests.search.test_mcmc import Record
-from tests.search.test_zoo import imported
 
 TRAINING = Training(8, optimizer="adam")
 BUCKET_BYTES = 200
@@ -288,7 +288,7 @@ def test_a_chain_makes_the_proposals_of_one_that_simulates_in_full(name: str, or
 def test_a_long_chain_makes_the_proposals_of_one_that_simulates_in_full(
     name: str, nodes: int, order: Order, proposals: int
 ) -> None:
-    check_same_walk(imported(name), load_topology("p100-cluster", nodes), order, proposals)
+    check_same_walk(small_graph(name), load_topology("p100-cluster", nodes), order, proposals)
 
 
 @pytest.mark.parametrize("name", ["bound", "optimistic_bound", "folding"])

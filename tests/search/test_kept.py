@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graph.importer import import_module
 from graph.operators import FLOATING, Operator, OperatorGraph, TensorSpec, ValueKind
 from graph.rules import local_calls
 from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, every_substitution, rewritten
-from graph.zoo import build
 from profiler.operators import ExecutionContext, compile_call
 from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, kept_outputs
 from search.space.groups import is_view
+from tests.graphs import small_graph
 from tests.search.builders import branches, two_layers
 
 QUICK = ("alexnet", "rnnlm", "bert-large", "bert-large merged", "bert-large fused")
@@ -43,9 +42,7 @@ NETWORKS = [
 def graph_of(name: str) -> OperatorGraph:
     """Return a small network of the zoo; one that is called merged or fused, with all substitutions of that kind."""
     network, _, kind = name.partition(" ")
-    with torch.device("meta"):
-        module, args, kwargs = build(network, "small", 4)
-    graph = import_module(module, args, kwargs, name=name)
+    graph = small_graph(network, 4)
     rules = {"": (), "merged": WITHOUT_COMPILER, "fused": WITH_COMPILER}[kind]
     return rewritten(graph, every_substitution(graph, rules))
 

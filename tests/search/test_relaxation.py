@@ -19,6 +19,7 @@ from search.evaluate.optimistic_bound import OptimisticBound
 from search.simulate.backward_reachability import operators_with_backward
 from search.simulate.task_graph import TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel, fsdp, zero
+from tests.graphs import small_graph
 from tests.search.builders import (
     SOME_MEASURED,
     GraphBuilder,
@@ -30,7 +31,6 @@ from tests.search.builders import (
     random_mesh,
 )
 from tests.search.test_delta import FAR, GRAPHS, TRAINING
-from tests.search.test_zoo import imported
 
 TOPOLOGIES = {"one node": devices(4, contention=0.5), "two nodes": cluster()}
 
@@ -127,7 +127,7 @@ def test_so_it_is_where_weights_are_shared(
     ],
 )
 def test_so_it_is_with_networks_of_the_zoo(name: str, nodes: int, counted: type[Counted]) -> None:
-    graph, topology = imported(name), load_topology("p100-cluster", nodes)
+    graph, topology = small_graph(name), load_topology("p100-cluster", nodes)
     strategy = data_parallel(graph, len(topology.devices))
     check_at_their_bounds(builder_of(graph, topology), strategy, 40, seed=1)
     assert counted.tried > 40

@@ -24,9 +24,9 @@ from search.cost.link_costs import LinkCosts
 from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
+from tests.graphs import small_graph
 from tests.quick import seeds
 from tests.search.builders import devices
-from tests.search.test_zoo import imported
 
 # So slow that rounding to nanoseconds is nothing.
 KIND = replace(devices(1).kinds[0], peak_flops=(("float32", 1e9),), memory_bandwidth_bytes_per_s=1e9)
@@ -97,7 +97,7 @@ def undivided(one: Problem, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("name", ["rnnlm", "bert-large", "densenet121"])
 def test_no_strategy_does_less_work(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By data sheets alone (the first seed), and with measurements that say otherwise of some calls."""
-    graph, rng = imported(name), np.random.default_rng(seed)
+    graph, rng = small_graph(name), np.random.default_rng(seed)
     count = 2 if seed % 2 else 4
     one = problem(graph, count, measured(graph, count, rng) if seed else ())
     whole_ns, least_ns = lower_bound.best_times_bound(one).time_ns, undivided(one, monkeypatch)
@@ -111,7 +111,7 @@ def test_no_strategy_does_less_work(name: str, seed: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["rnnlm", "bert-large", "densenet121"])
 def test_on_one_device_most_of_the_step_is_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By data sheets: what is missing are sums of gradients, and bytes that lookups read."""
-    one = problem(imported(name), 1)
+    one = problem(small_graph(name), 1)
     step = step_ns(one, single_device(one.graph))
     assert 0.75 * step <= undivided(one, monkeypatch) <= step
 
@@ -123,7 +123,7 @@ def test_costs_of_a_source_that_knows_no_least_count_as_nothing() -> None:
         def __init__(self, source: Estimated) -> None:
             self.resolve, self.update_cost = source.resolve, source.update_cost
 
-    graph = imported("mlp")
+    graph = small_graph("mlp")
     one = problem(graph, 4)
     call = first_call(graph, graph.operators[0], (1,) * len(graph.operators[0].space.axes))
     assert one.costs.least_s(call, "forward", LeastWork(1e9, 10**6), KIND.name) > 0

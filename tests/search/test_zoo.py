@@ -1,11 +1,8 @@
 """Networks of the zoo, as imported, with their rules: task graph = plan, legal strategies, calls that suffice."""
 
-from functools import lru_cache
-
 import numpy as np
 import pytest
 
-from graph.operators import OperatorGraph
 from graph.rules import local_calls
 from graph.training import Training
 from search.algorithms.mcmc import SearchOptions, search
@@ -17,6 +14,7 @@ from search.simulate.task_graph import build_task_graph
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.configurations import enumerate_degrees
 from search.space.groups import carried, find_groups
+from tests.graphs import small_graph
 from tests.reference import taskgraph as reference
 from tests.search.builders import MadeUpCosts, cluster, devices, random_anywhere
 from tests.search.test_taskgraph import check_equal
@@ -30,21 +28,9 @@ TRAINING = Training(4)
 BUCKET_BYTES = 1 << 16
 
 
-@lru_cache(maxsize=1)
-def imported(name: str) -> OperatorGraph:
-    import torch
-
-    from graph.importer import import_module
-    from graph.zoo import build
-
-    with torch.device("meta"):
-        module, arguments, keywords = build(name, "small")
-    return import_module(module, arguments, keywords, name=name)
-
-
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_task_graph_is_the_plan(name: str) -> None:
-    graph, topology = imported(name), cluster()
+    graph, topology = small_graph(name), cluster()
     rng = np.random.default_rng(0)
     for strategy in (
         data_parallel(graph, 8),
@@ -66,7 +52,7 @@ def test_task_graph_is_the_plan(name: str) -> None:
 
 
 def test_a_grouped_convolution_is_split_by_group() -> None:
-    graph = imported("resnext50")
+    graph = small_graph("resnext50")
     grouped = [
         operator
         for operator in graph.operators
@@ -89,7 +75,7 @@ def test_a_grouped_convolution_is_split_by_group() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_groups_cover_the_graph_and_are_fewer_than_its_operators(name: str) -> None:
-    graph = imported(name)
+    graph = small_graph(name)
     groups = find_groups(graph)
     assert sorted(index for group in groups for index in group.operators) == list(range(len(graph.operators)))
     assert 2 * len(groups) <= len(graph.operators) + 1
@@ -97,7 +83,7 @@ def test_groups_cover_the_graph_and_are_fewer_than_its_operators(name: str) -> N
 
 @pytest.mark.parametrize("name", ["nmt", "gpt2"])
 def test_listing_equal_layers_once_loses_no_call(name: str) -> None:
-    graph = imported(name)
+    graph = small_graph(name)
     every = {
         call.digest: call
         for strategy in (single_device(graph), data_parallel(graph, 4), expert(graph, 4))
@@ -116,7 +102,7 @@ def test_listing_equal_layers_once_loses_no_call(name: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_search_on_two_devices_needs_no_more_calls_than_were_named(name: str) -> None:
     """Every split over two devices splits one axis, so what is profiled is all that is asked for."""
-    graph = imported(name)
+    graph = small_graph(name)
     named = {call.digest for call in calls_to_profile(graph, 2)}
     source = MadeUpCosts(1e-9)
     result = search(
