@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +51,6 @@ def on_hosts(
     folder: Path, hosts: int, processes: int, *arguments: str, variables: Mapping[str, str] | None = None
 ) -> list[Agent]:
     """Run a command under one torchrun a host, all on this machine; `variables`: of its environment, besides ours."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
         sys.executable,
         "-m",
@@ -59,7 +58,7 @@ def on_hosts(
         f"--nnodes={hosts}",
         f"--nproc-per-node={processes}",
     ]
-    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     agents = [
         subprocess.Popen(
             [*command, f"--node-rank={host}", "-m", "tests.app.brief_app", *arguments],
@@ -81,6 +80,15 @@ def on_hosts(
         for agent in agents:
             agent.kill()
     return results
+
+
+def free_port() -> int:
+    """Return a free port below those that Linux chooses from: nobody is given it before the ranks take it."""
+    for port in random.sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 @pytest.fixture
