@@ -306,7 +306,7 @@ class ProducedValues:
         first = len(shape) - batch - last
         options: list[tuple[int, ...]] = [(batch, first, last)]
         # Of what is joined, the first factor is a sum.
-        is_joined = any(part.kind == "concat" for part in subterms(term))
+        is_factored = term.kind == "unflatten" and all(part.kind != "concat" for part in subterms(term))
         if term.kind == "flatten":
             options = [(batch, count, first - count, last) for count in range(1, first)]
         for layout in options:
@@ -315,7 +315,6 @@ class ProducedValues:
                 continue
             given = self.blocks(operand)
             if given[-1] == blocks[-1] and prod(map(prod, given)) == prod(map(prod, blocks)):
-                is_factored = term.kind == "unflatten" and not is_joined
                 factors = zip(FACTORS, blocks[:2], strict=True) if is_factored else ()
                 yield Decomposition((operand,), used, extents=tuple(factors))
 

@@ -103,7 +103,7 @@ def test_the_launcher_shares_the_store_on_a_port_that_is_given_for_the_second_ti
         env={**os.environ, **child_variables()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
