@@ -8,6 +8,7 @@ inherit the core of the thread that imports it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -151,11 +152,13 @@ def child_variables() -> dict[str, str]:
     }
 
 
-def end_with_parent() -> None:
-    """End this child process as soon as its parent is gone: a killed parent can end nobody.
+def begin_child() -> None:
+    """Begin a child process: it ends as soon as its parent is gone, since a killed parent can end nobody.
 
-    It can be ended by signals that its server lets pass by.
+    It can be ended by signals that its server lets pass by. Collections of garbage pass by what the server imported:
+    one that looked at all of it would take a quarter of a second, and make each page a copy.
     """
+    gc.freeze()
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     parent = parent_process()

@@ -29,8 +29,8 @@ from profiler.devices import PhysicalDevice
 from profiler.pinning import (
     ENDING,
     INTERRUPT,
+    begin_child,
     child_variables,
-    end_with_parent,
     pin_to_core,
     started_with,
     uninterrupted_children,
@@ -131,7 +131,7 @@ def _end_server() -> None:
 
 
 def _child(body: Body, connection: Connection, device: PhysicalDevice, argument: object) -> None:
-    end_with_parent()
+    begin_child()
     # Before torch is imported, whose threads then inherit the core.
     pin_to_core(device.core)
     # A failure is reported as an outcome; warnings of operators are not.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graph.errors import RuntimeFailure
-from profiler.pinning import end_with_parent
+from profiler.pinning import begin_child
 from runtime.launch.torchrun import call_on_ranks
 
 PLAN_FILE = "plan.py"
@@ -92,7 +92,7 @@ def _fail(folder: Path, reason: str) -> None:
 
 def _check_as_rank(folder: str, timeout_s: float) -> None:
     """Check a plan as one of the launched processes."""
-    end_with_parent()
+    begin_child()
     # Without GPUs, the file chooses gloo.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A model of the user's own is in the current folder.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from graph.errors import RuntimeFailure
 from graph.texts import describe_exit
-from profiler.pinning import end_with_parent
+from profiler.pinning import begin_child
 from profiler.processes import starting_processes
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import error_line, join_group, leave_group, occupy, run_patiently
@@ -80,7 +80,7 @@ def _run_here(
 
 def _work(job: Path, devices: tuple[int | None, ...], device_type: str, timeout_s: float) -> JobResult | None:
     """Execute a job, from its file, as one launched process."""
-    end_with_parent()
+    begin_child()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = occupy(devices[int(os.environ["LOCAL_RANK"])], device_type)
     with under_watchdog(timeout_s, _end_with):
@@ -122,7 +122,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
 
     Args:
         count: of processes.
-        function: begins with `end_with_parent`; what it prints is not shown.
+        function: begins with `begin_child`; what it prints is not shown.
         arguments: its own, few bytes.
 
     Raises:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from profiler.pinning import end_with_parent
+from profiler.pinning import begin_child
 from profiler.processes import starting_processes
 
 LIMIT_S = 240.0
@@ -49,7 +49,7 @@ def run_ranks(body: Body, count: int = 2) -> list[Any]:
 
 
 def _rank(body: Body, answer: Connection, rank: int, count: int, meeting: str) -> None:
-    end_with_parent()
+    begin_child()
     try:
         answer.send((body(rank, count, meeting), None))
     except BaseException:

@@ -13,7 +13,7 @@ from typing import Any
 
 from graph.errors import RuntimeFailure
 from graph.texts import describe_exit
-from profiler.pinning import end_with_parent, usable_cores
+from profiler.pinning import begin_child, usable_cores
 from profiler.processes import starting_processes
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import (
@@ -158,7 +158,7 @@ class LocalPool:
 
 def _serve(connection: Connection, store: str, rank: int, size: int, core: int, timeout_s: float) -> None:
     """What each process of a pool does: join the others, then run jobs until the pool is closed."""
-    end_with_parent()
+    begin_child()
     device = occupy(core, "cpu")
     import torch.distributed as dist
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from graph.axes import AxisKind
-from profiler.pinning import child_variables
-from runtime.launch.torchrun import launch
+from profiler.pinning import begin_child, child_variables
+from profiler.processes import HAS_SERVER
+from runtime.launch.torchrun import call_on_ranks, launch
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.strategies import by_kind
 
@@ -87,6 +89,19 @@ def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: 
     assert done.returncode == 0, done.stderr
     losses = json.loads(done.stdout.strip().splitlines()[-1])
     assert losses == pytest.approx(train_plain(reference("branches")).losses, rel=1e-4)
+
+
+def frozen_objects() -> int:
+    """Return, as a launched process, how many objects collections pass by."""
+    begin_child()
+    return gc.get_freeze_count()
+
+
+def test_collections_in_launched_processes_pass_by_what_their_server_imported() -> None:
+    if not HAS_SERVER:
+        pytest.skip("no server here")
+    # torch alone makes more.
+    assert min(call_on_ranks(2, frozen_objects, ())) > 100_000
 
 
 def test_the_launcher_shares_the_store_on_a_port_that_is_given_for_the_second_time() -> None:
