@@ -214,7 +214,9 @@ def test_an_interrupted_up_takes_away_what_it_made(
         _, errors = process.communicate(timeout=WAIT_S)
     assert (process.returncode, errors) == (143, "interrupted\n")
     assert namespaces_of(absent) == ()
-    assert not is_alive(int((tmp_path / "waiting").read_text()))
+    # Killed, and not waited for by anybody: it may take a moment to end.
+    waiting = int((tmp_path / "waiting").read_text())
+    wait_for(lambda: not is_alive(waiting))
 
 
 def test_a_damaged_description_is_one_line_and_down_needs_none(absent: str) -> None:
