@@ -7,7 +7,7 @@ from functools import lru_cache
 from graph.operators import OperatorGraph
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def small_graph(name: str, batch_size: int | None = None) -> OperatorGraph:
     """Return the graph of a network in its small size."""
     import torch

@@ -132,7 +132,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    store = _store_on_a_free_port()
+    store = launcher_store()
     with (
         tempfile.TemporaryDirectory(prefix="soapstone-ranks-") as folder,
         _quiet_launcher(),
@@ -173,7 +173,7 @@ def call_on_ranks(count: int, function: Callable[..., Any], arguments: tuple[Any
     return [results[rank] for rank in range(count)]
 
 
-def _store_on_a_free_port() -> TCPStore:
+def launcher_store() -> TCPStore:
     """Open a store on this machine that the launcher shares: it opens one of the same port.
 
     torch finds the store to share by its port, but not where a store that has ended had the same, unless the port is

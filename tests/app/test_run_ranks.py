@@ -83,7 +83,7 @@ def on_hosts(
 
 
 def free_port() -> int:
-    """Return a free port below those that Linux chooses from: nobody is given it before the ranks take it."""
+    """Return a free port, of the ports that Linux assigns to no other process before the ranks listen there."""
     for port in random.sample(range(10_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from graph.axes import AxisKind
 from graph.importer import import_module
 from graph.strategy import strategy_text
-from profiler.pinning import child_variables
+from tests.runtime.programs import output_of
 from tests.runtime.strategies import by_kind, in_turn
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "train.py"
-
-
-def run(*command: str, folder: Path) -> list[str]:
-    """Run the example in a folder of its own; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, **child_variables()},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_the_training_example_prints_the_same_on_one_process_and_on_two(tmp_path: Path) -> None:
@@ -45,9 +27,9 @@ def test_the_training_example_prints_the_same_on_one_process_and_on_two(tmp_path
         ("two", by_kind(graph, [AxisKind.SAMPLE, AxisKind.PARAMETER], [0, 1])),
     ):
         (tmp_path / f"{name}.json").write_text(strategy_text(strategy, graph))
-    alone = run(str(EXAMPLE), "one.json", folder=tmp_path)
+    alone = output_of(str(EXAMPLE), "one.json", folder=tmp_path)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    together = run(*launcher, str(EXAMPLE), "two.json", folder=tmp_path)
+    together = output_of(*launcher, str(EXAMPLE), "two.json", folder=tmp_path)
     assert together == alone
     assert [line.partition(":")[0] for line in alone] == [
         *(f"epoch {number}" for number in range(5)),

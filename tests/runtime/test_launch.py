@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from graph.axes import AxisKind
-from profiler.pinning import begin_child, child_variables
+from profiler.pinning import begin_child
 from profiler.processes import HAS_SERVER
 from runtime.launch.torchrun import call_on_ranks, launch
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
+from tests.runtime.programs import output_of
 from tests.runtime.strategies import by_kind
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +43,10 @@ ip link set lo up && echo 40000 40031 > /proc/sys/net/ipv4/ip_local_port_range &
 
 SHARED_STORES = """
 from torch.distributed import TCPStore
-from runtime.launch.torchrun import _store_on_a_free_port
+from runtime.launch.torchrun import launcher_store
 seen = set()
 while True:
-    ours = _store_on_a_free_port()
+    ours = launcher_store()
     launchers = TCPStore("127.0.0.1", ours.port, is_master=True, wait_for_workers=False, multi_tenant=True)
     ours.set("a key", "a value")
     assert launchers.get("a key") == b"a value"
@@ -77,17 +76,9 @@ def test_launched_processes_equal_the_module() -> None:
 def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(script), str(ROOT)],
-        env={**os.environ, **child_variables()},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = json.loads(done.stdout.strip().splitlines()[-1])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    printed = output_of(*launcher, str(script), str(ROOT), folder=tmp_path)
+    losses = json.loads(printed[-1])
     assert losses == pytest.approx(train_plain(reference("branches")).losses, rel=1e-4)
 
 
@@ -107,18 +98,8 @@ def test_collections_in_launched_processes_pass_by_what_their_server_imported() 
 def test_the_launcher_shares_the_store_on_a_port_that_is_given_for_the_second_time() -> None:
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("no unshare or no iproute2")
-    if (
-        made := subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
-    ).returncode:
+    made = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    if made.returncode:
         pytest.skip(f"no network namespaces: {made.stderr.strip()}")
-    python = [sys.executable, "-c", SHARED_STORES]
-    done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", FEW_PORTS, "sh", *python],
-        cwd=ROOT,
-        env={**os.environ, **child_variables()},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    few_ports = ("unshare", "--net", "sh", "-c", FEW_PORTS, "sh")
+    assert output_of("-c", SHARED_STORES, folder=ROOT, before=few_ports) == []

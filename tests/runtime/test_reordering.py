@@ -193,7 +193,7 @@ def test_values_that_others_read_stay_and_what_is_behind_draws_as_before() -> No
 
 
 class Viewed(nn.Module):
-    """A product of what is viewed as of more dims, scaled; the order of both operators is an argument."""
+    """A matrix product and a scaling of rows, which a view makes two dims of; either operator may be the first."""
 
     def __init__(self, *, product_first: bool) -> None:
         super().__init__()
