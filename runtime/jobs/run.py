@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class _Steps:
     """Seconds of the measured steps on this rank, and those lost to other processes; of every step the loss.
 
-    reference_s: what the reference kernel took between them; None on GPUs.
+    reference_s: what the reference kernel took before, between (of steps apart) and behind them; None on GPUs.
     ends_s: of steps in succession, when the first one began and each one ended, since a barrier of all ranks.
     """
 
@@ -79,7 +79,7 @@ class JobRun:
     def result(self) -> JobResult | None:
         """Execute all steps; return the result on rank 0."""
         job = self._job
-        steps = self._steps_in_succession() if self._executor.in_succession else self._steps_apart()
+        steps = self._measured_steps()
         weights: Arrays | None = None
         buffers: Arrays | None = None
         if job.collect:
@@ -122,10 +122,21 @@ class JobRun:
             ),
         )
 
-    def _steps_apart(self) -> _Steps:
-        """Execute the steps one by one, each behind a barrier."""
+    def _measured_steps(self) -> _Steps:
+        """Execute the steps, on a CPU core between samples of its speed if any of them is measured."""
+        kernel = ReferenceKernel() if self._device.type == "cpu" and self._job.iterations else None
+        if kernel is not None:
+            kernel.sample()
+        # Between two steps in succession a sample would hide the first one's sums.
+        steps = self._steps_in_succession() if self._executor.in_succession else self._steps_apart(kernel)
+        if kernel is not None:
+            kernel.sample()
+            steps.reference_s = kernel.recent_s(math.inf)
+        return steps
+
+    def _steps_apart(self, kernel: ReferenceKernel | None) -> _Steps:
+        """Execute the steps one by one, each behind a barrier; between those that are measured the kernel."""
         job, steps = self._job, _Steps()
-        kernel = self._reference_kernel()
         for number in range(job.steps):
             if kernel is not None and number >= job.warmup:
                 kernel.sample()
@@ -136,13 +147,7 @@ class JobRun:
             steps.losses.append(self._executor.loss())
             if number == 0 and job.collect:
                 steps.gradients = self._collect_gradients()
-        if kernel is not None and job.iterations:
-            kernel.sample()
-            steps.reference_s = kernel.recent_s(math.inf)
         return steps
-
-    def _reference_kernel(self) -> ReferenceKernel | None:
-        return ReferenceKernel() if self._device.type == "cpu" and self._job.iterations else None
 
     def _steps_in_succession(self) -> _Steps:
         """Execute the steps one behind the other: a barrier, or a sum of losses, would wait for the last one's sums.

@@ -157,6 +157,8 @@ def test_steps_in_succession_have_a_time_each_and_lost_time_with_it(pool: LocalP
     assert len(result.step_times_s) == 5
     assert min(result.step_times_s) > 0
     assert result.lost_s is None or len(result.lost_s) == 5
+    assert result.reference_s is not None
+    assert result.reference_s > 0
     assert len(result.losses) == 7
     assert len(result.recorded) == 1
     assert len(result.peaks) == 2
