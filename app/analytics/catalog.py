@@ -28,7 +28,9 @@ _TRAINING = {
     "batch_norm": "synchronized (statistics of the whole batch) or local (of each part)",
 }
 _SETTING = {**_MODEL, **_TOPOLOGY, **_TRAINING}
-_SOURCE = {"source": "where it came from: a kind of baseline (data-parallel, megatron, ...), search or import"}
+_SOURCE = {
+    "source": "where it came from: a kind of baseline (data-parallel, megatron, ...), search or import"
+}
 _RUN = {**_MODEL, "strategy": "digest of the strategy", **_SOURCE, **_TOPOLOGY, **_TRAINING}
 _GRAPH_ID = {"graph_id": "the graph, see graphs"}
 _STRATEGY_ID = {"strategy_id": "the strategy, see strategies"}
