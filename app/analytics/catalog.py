@@ -28,7 +28,9 @@ _TRAINING = {
     "batch_norm": "synchronized (statistics of the whole batch) or local (of each part)",
 }
 _SETTING = {**_MODEL, **_TOPOLOGY, **_TRAINING}
-_SOURCE = {"source": "where it came from: data-parallel, single-device, expert, search or import"}
+_SOURCE = {
+    "source": "where it came from: a kind of baseline (data-parallel, megatron, ...), search or import"
+}
 _RUN = {**_MODEL, "strategy": "digest of the strategy", **_SOURCE, **_TOPOLOGY, **_TRAINING}
 _GRAPH_ID = {"graph_id": "the graph, see graphs"}
 _STRATEGY_ID = {"strategy_id": "the strategy, see strategies"}
@@ -160,7 +162,7 @@ CATALOG: dict[str, ViewText] = {
         {
             "id": "number of the row; what proposals.search means",
             **_SETTING,
-            "algorithm": "mcmc, ...",
+            "algorithm": "names of its algorithms, joined by commas; see docs/algorithms.md",
             "seed": "seed of its random numbers",
             "options": "its options, as JSON",
             "status": "running, finished, interrupted or failed",
