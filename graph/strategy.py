@@ -230,9 +230,14 @@ class Strategy:
                 "synchronization: policy p3 is for weights that every holder keeps whole between steps, must be fifo, "
                 "tic or tac where weights are kept in shares; choose one, or share their optimizer alone"
             )
-        self._check_micro_batches(graph)
+        self.check_micro_batches(graph)
 
-    def _check_micro_batches(self, graph: OperatorGraph) -> None:
+    def check_micro_batches(self, graph: OperatorGraph) -> None:
+        """Check that a step of the strategy can go through its micro-batches; part of `validate`.
+
+        Raises:
+            StrategyError: naming what does not go with them.
+        """
         if self.micro_batches == ONE_BATCH:
             return
         check_micro_batches(self.micro_batches, graph, self.configurations)

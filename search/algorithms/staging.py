@@ -174,7 +174,8 @@ class Stagings:
             level = Sharding.PARAMETERS if staging.shares_weights else Sharding.OPTIMIZER
             strategy = shared(self.graph, strategy, level)
         try:
-            strategy.validate(self.graph, self.problem.device_count)
+            # Configurations are legal by how they are made; to check them all takes a tenth of a search.
+            strategy.check_micro_batches(self.graph)
         except StrategyError:
             return None
         return strategy

@@ -156,6 +156,32 @@ class StageMemory(NamedTuple):
     weight_SD: Array  # what is there of one micro-batch between its backward and its weight part
 
 
+class StepCopies(NamedTuple):
+    """The tasks of a step in M micro-batches, as copies of those of one: N of T tasks."""
+
+    source_N: Array  # the task of one micro-batch
+    micro_batch_N: Array
+    number_MT: Array  # of each task of a micro-batch the number in the step
+
+
+class LatestTasks(NamedTuple):
+    """What devices were at last, while the tasks of a step are gone through; -1: nothing."""
+
+    computation_D: Array
+    launched_ns_D: Array  # when its host has issued that; 0 at first
+    sum_DB: Array  # the sum of gradients of each bucket, in column 0 of those that are shared
+    awaited_D: Array  # the first of the sums that its next computation waits for, a place in `awaited_2P`
+    awaited_2P: Array  # such sums, and the place of the next one, or -1
+
+
+class StepWaits(NamedTuple):
+    """What each task of a step waits for, and when its host has issued it."""
+
+    pred_ptr: Array
+    pred: Array
+    launched_ns: Array
+
+
 class Scratch(NamedTuple):
     """Tasks that are written so far: where those of an operator or a value begin, or what stands for one.
 

@@ -53,6 +53,7 @@ from graph.schedule import (
     stages_of,
 )
 from graph.strategy import Configuration
+from search.kernels.micro_batches import await_tasks, copy_tasks
 from search.kernels.records import (
     BACKWARD,
     BACKWARD_GATHER,
@@ -66,7 +67,10 @@ from search.kernels.records import (
     UPDATE_GATHER,
     WEIGHT,
     Array,
+    LatestTasks,
     ResourceSets,
+    StepCopies,
+    StepWaits,
     Tasks,
 )
 from search.simulate.weight_parts import PartCosts, with_weight_parts
@@ -241,40 +245,27 @@ def unrolled(
         )
     is_last_sum_T = _is_last_sum(tasks, sets, pipeline)
     is_of_all_T = is_last_sum_T | (segment_T == pipeline.updating)
-    source_N, micro_batch_N = _copies(segment_T, is_last_sum_T, pipeline)
-    number_MT = np.empty((pipeline.micro_batches, len(segment_T)), np.int64)
-    number_MT[micro_batch_N, source_N] = np.arange(len(source_N))
-    number_MT[:, is_of_all_T] = number_MT[-1, is_of_all_T]
-    resource_set_N = tasks.resource_set[source_N]
-    computed = _by_device(resource_set_N, device_count)
-    waiting_E, pred_E = _dependencies(tasks, source_N, micro_batch_N, number_MT)
-    added = [
-        _awaited_renewals(tasks, sets, segment_T == pipeline.renewing, device_count, number_MT),
-        _awaited_computations(tasks, sets, source_N, computed),
-    ]
-    if pipeline.is_shared_B is not None:
-        added.append(_awaited_sums(tasks, sets, pipeline.is_shared_B, source_N, computed))
-    if any(len(waiting) for waiting, _ in added):
-        waiting_E, pred_E = (
-            np.concatenate(arrays) for arrays in zip((waiting_E, pred_E), *added, strict=True)
-        )
-        by_waiting = np.argsort(waiting_E, kind="stable")
-        waiting_E, pred_E = waiting_E[by_waiting], pred_E[by_waiting]
-    pred_ptr, pred = _with_device_order(waiting_E, pred_E, computed, resource_set_N)
+    copies = _copies(segment_T, is_last_sum_T, pipeline)
+    source_N = copies.source_N
+    copies.number_MT[:, is_of_all_T] = copies.number_MT[-1, is_of_all_T]
+    renewals_2E = _awaited_renewals(
+        tasks, sets, segment_T == pipeline.renewing, device_count, copies.number_MT
+    )
+    waits = _waits(tasks, sets, copies, launch_ns_T, pipeline.is_shared_B, renewals_2E, device_count)
     return StepTasks(
         Tasks(
-            kind=tasks.kind[source_N],
-            run_ns=tasks.run_ns[source_N],
-            resource_set=resource_set_N,
-            origin=tasks.origin[source_N],
-            subject=tasks.subject[source_N],
-            part=tasks.part[source_N],
-            size_bytes=tasks.size_bytes[source_N],
-            launched_ns=_launched_ns(tasks, launch_ns_T, source_N, computed),
-            pred_ptr=pred_ptr,
-            pred=pred,
+            kind=tasks.kind.take(source_N),
+            run_ns=tasks.run_ns.take(source_N),
+            resource_set=tasks.resource_set.take(source_N),
+            origin=tasks.origin.take(source_N),
+            subject=tasks.subject.take(source_N),
+            part=tasks.part.take(source_N),
+            size_bytes=tasks.size_bytes.take(source_N),
+            launched_ns=waits.launched_ns,
+            pred_ptr=waits.pred_ptr,
+            pred=waits.pred,
         ),
-        np.where(is_of_all_T[source_N], OF_ALL, micro_batch_N),
+        np.where(is_of_all_T.take(source_N), OF_ALL, copies.micro_batch_N),
     )
 
 
@@ -354,8 +345,8 @@ def _places(pipeline: Pipeline) -> Array:
     return places
 
 
-def _copies(segment_T: Array, is_last_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
-    """Return the task of one micro-batch of each task of the step, and the micro-batch: the last, of what is once."""
+def _copies(segment_T: Array, is_last_sum_T: Array, pipeline: Pipeline) -> StepCopies:
+    """Return the tasks of a step; what is once is of the last micro-batch."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
     sizes_G = np.bincount(segment_T, minlength=pipeline.leading + 2 * stages)
     order = np.argsort(_places(pipeline))
@@ -371,10 +362,12 @@ def _copies(segment_T: Array, is_last_sum_T: Array, pipeline: Pipeline) -> tuple
         micro_batches = np.concatenate([micro_batches[led], micro_batches])[in_order]
     segments = np.concatenate([of_units, np.full(count, pipeline.renewing), [pipeline.updating]])
     micro_batches = np.concatenate([micro_batches, np.arange(count), [count - 1]])
-    source_N = _ranges(first_G[segments], sizes_G[segments])
-    micro_batch_N = np.repeat(micro_batches, sizes_G[segments])
-    kept = ~is_last_sum_T[source_N] | (micro_batch_N == count - 1)
-    return source_N[kept], micro_batch_N[kept]
+    most = int(sizes_G[segments].sum())
+    copies = StepCopies(
+        np.empty(most, np.int64), np.empty(most, np.int64), np.empty((count, len(segment_T)), np.int64)
+    )
+    length = copy_tasks(first_G[segments], sizes_G[segments], micro_batches, is_last_sum_T, copies)
+    return copies._replace(source_N=copies.source_N[:length], micro_batch_N=copies.micro_batch_N[:length])
 
 
 def _units_before(pipeline: Pipeline) -> Array:
@@ -403,26 +396,41 @@ def _by_device(resource_set_N: Array, device_count: int) -> Array:
     ]
 
 
-def _dependencies(
-    tasks: Tasks, source_N: Array, micro_batch_N: Array, number_MT: Array
-) -> tuple[Array, Array]:
-    """Return pairs of a task and one that it waits for, of the same micro-batch or of all of them.
-
-    In other micro-batches than the last some backwards stand before sums that they would wait for.
-    """
-    first = tasks.pred_ptr[source_N]
-    counts = tasks.pred_ptr[source_N + 1] - first
-    waiting_E = np.repeat(np.arange(len(source_N)), counts)
-    row_E = np.repeat(micro_batch_N * number_MT.shape[1], counts)
-    pred_E = number_MT.reshape(-1)[row_E + tasks.pred[_ranges(first, counts)]]
-    stands = pred_E < waiting_E
-    return (waiting_E, pred_E) if stands.all() else (waiting_E[stands], pred_E[stands])
+def _waits(
+    tasks: Tasks,
+    sets: ResourceSets,
+    copies: StepCopies,
+    launch_ns_T: Array,
+    is_shared_B: Array | None,
+    renewals_2E: Array,
+    device_count: int,
+) -> StepWaits:
+    """Return what the tasks of a step wait for; arguments as of `await_tasks`."""
+    source_N, is_shared_B = copies.source_N, np.zeros(0, np.bool_) if is_shared_B is None else is_shared_B
+    members_T = np.diff(sets.end_ptr).take(tasks.resource_set)
+    sums = int(members_T.take(source_N)[tasks.kind.take(source_N) == SYNCHRONIZE].sum())
+    # A computation waits for one more on its device; gathers and sums for one on each of theirs.
+    most_T = np.diff(tasks.pred_ptr) + np.where(tasks.resource_set < device_count, 1, members_T)
+    most = int(most_T.take(source_N).sum()) + renewals_2E.shape[1] + sums
+    latest = LatestTasks(
+        computation_D=np.full(device_count, -1, np.int64),
+        launched_ns_D=np.zeros(device_count, np.int64),
+        sum_DB=np.full((device_count, 1 + len(is_shared_B)), -1, np.int64),
+        awaited_D=np.full(device_count, -1, np.int64),
+        awaited_2P=np.empty((2, sums), np.int64),
+    )
+    waits = StepWaits(*(np.empty(length, np.int64) for length in (len(source_N) + 1, most, len(source_N))))
+    count = await_tasks(tasks, sets, copies, launch_ns_T, is_shared_B, renewals_2E, latest, waits)
+    return waits._replace(pred=waits.pred[:count])
 
 
 def _awaited_renewals(
     tasks: Tasks, sets: ResourceSets, is_renewing_T: Array, device_count: int, number_MT: Array
-) -> tuple[Array, Array]:
-    """Return pairs of the first forward that renews buffers on a device and a renewal there for the batch before."""
+) -> Array:
+    """Return the first forward that renews buffers on a device, and a renewal there for the batch before: (2, pairs).
+
+    Forwards are ascending.
+    """
     renewals = np.flatnonzero((tasks.kind == BUFFER_COLLECTIVE) | (tasks.kind == BUFFER_TRANSFER))
     forwards = np.flatnonzero(is_renewing_T & (tasks.kind == FORWARD))
     first_D = np.full(device_count, -1, np.int64)
@@ -433,84 +441,8 @@ def _awaited_renewals(
     forward = first_D[sets.end[_ranges(ends_at, counts)]]
     renewal = np.repeat(renewals, counts)[forward >= 0]
     forward = forward[forward >= 0]
-    return number_MT[1:, forward].reshape(-1), number_MT[:-1, renewal].reshape(-1)
-
-
-def _awaited_computations(
-    tasks: Tasks, sets: ResourceSets, source_N: Array, computed: Array
-) -> tuple[Array, Array]:
-    """Return pairs of a gather of weights and the computation before it on each of its devices.
-
-    computed: as of `_awaited_sums`.
-    """
-    kind_N = tasks.kind[source_N]
-    gathers = np.flatnonzero((kind_N == FORWARD_GATHER) | (kind_N == BACKWARD_GATHER))
-    if not len(gathers):
-        return gathers, gathers
-    waiting, device = _with_devices(tasks, sets, source_N, gathers)
-    before = _places_after(tasks, source_N, computed, device, waiting) - 1
-    computed_N = np.append(computed, 0)[before]
-    computes = (before >= 0) & (tasks.resource_set[source_N[computed_N]] == device)
-    return waiting[computes], computed_N[computes]
-
-
-def _with_devices(tasks: Tasks, sets: ResourceSets, source_N: Array, chosen: Array) -> tuple[Array, Array]:
-    """Return pairs of a chosen communication of the step and each of its devices."""
-    resource_set = tasks.resource_set[source_N[chosen]]
-    ends_at = sets.end_ptr[resource_set]
-    counts = sets.end_ptr[resource_set + 1] - ends_at
-    return np.repeat(chosen, counts), sets.end[_ranges(ends_at, counts)]
-
-
-def _places_after(tasks: Tasks, source_N: Array, computed: Array, device: Array, number: Array) -> Array:
-    """Return the places in `computed` (`_awaited_sums`) of what devices compute first after tasks of some numbers."""
-    count = len(source_N)
-    keys = tasks.resource_set[source_N[computed]] * count + computed
-    return np.searchsorted(keys, device * count + number)
-
-
-def _awaited_sums(
-    tasks: Tasks, sets: ResourceSets, is_shared_B: Array, source_N: Array, computed: Array
-) -> tuple[Array, Array]:
-    """Return pairs of a sum, and of the next computation on each of its devices, and the sum that these wait for.
-
-    It is the one of the same bucket before it; of gradients that are shared, the one before it on the device.
-
-    computed: the computations of each device, one device after the other.
-    """
-    sums = np.flatnonzero(tasks.kind[source_N] == SYNCHRONIZE)
-    waiting, device = _with_devices(tasks, sets, source_N, sums)
-    bucket = tasks.subject[source_N[waiting]]
-    series = device * (1 + len(is_shared_B)) + np.where(is_shared_B[bucket], 0, 1 + bucket)
-    by_series = np.lexsort((waiting, series))
-    follows = np.flatnonzero(np.diff(series[by_series]) == 0)
-    before, after = by_series[follows], by_series[follows + 1]
-    place = _places_after(tasks, source_N, computed, device[after], waiting[after])
-    next_N = np.append(computed, 0)[place]
-    computes = (place < len(computed)) & (tasks.resource_set[source_N[next_N]] == device[after])
-    return (
-        np.concatenate([waiting[after], next_N[computes]]),
-        np.concatenate([waiting[before], waiting[before][computes]]),
-    )
-
-
-def _with_device_order(
-    waiting_E: Array, pred_E: Array, computed: Array, resource_set_N: Array
-) -> tuple[Array, Array]:
-    """Return the dependencies, tasks ascending, as a CSR pair, with those on the computation before on a device."""
-    same = resource_set_N[computed[1:]] == resource_set_N[computed[:-1]]
-    later, earlier = computed[1:][same], computed[:-1][same]
-    follows_N = np.zeros(len(resource_set_N), np.int64)
-    follows_N[later] = 1
-    pred_ptr = np.zeros(len(resource_set_N) + 1, np.int64)
-    np.cumsum(np.bincount(waiting_E, minlength=len(resource_set_N)) + follows_N, out=pred_ptr[1:])
-    pred = np.empty(pred_ptr[-1], np.int64)
-    last = pred_ptr[later + 1] - 1
-    pred[last] = earlier
-    is_listed = np.ones(len(pred), np.bool_)
-    is_listed[last] = False
-    pred[is_listed] = pred_E
-    return pred_ptr, pred
+    pairs_2E = np.stack([number_MT[1:, forward].reshape(-1), number_MT[:-1, renewal].reshape(-1)])
+    return np.ascontiguousarray(pairs_2E[:, np.argsort(pairs_2E[0], kind="stable")])
 
 
 def _launches(tasks: Tasks, device_count: int) -> Array:
@@ -525,16 +457,3 @@ def _launches(tasks: Tasks, device_count: int) -> Array:
     begins = once[np.diff(tasks.resource_set[once], prepend=-1) > 0]
     launch_ns_T[begins] = tasks.launched_ns[begins]
     return launch_ns_T
-
-
-def _launched_ns(tasks: Tasks, launch_ns_T: Array, source_N: Array, computed: Array) -> Array:
-    """Return when the hosts have issued the tasks of the step."""
-    launched_ns_N = np.zeros(len(source_N), np.int64)
-    if not launch_ns_T.any():
-        return launched_ns_N
-    is_issued_T = np.isin(tasks.kind, _ISSUED)
-    device = tasks.resource_set[source_N[computed]]
-    sums_ns = np.cumsum(launch_ns_T[source_N[computed]])
-    before_ns = np.concatenate([[0], sums_ns])[np.searchsorted(device, device)]
-    launched_ns_N[computed] = np.where(is_issued_T[source_N[computed]], sums_ns - before_ns, 0)
-    return launched_ns_N

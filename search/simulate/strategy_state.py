@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from graph.operator_ranges import OperatorRanges, group_numbers
-from graph.operators import ValueKind
 from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
 from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
@@ -37,7 +36,6 @@ from search.kernels.stage_memory import account_stages, find_step_peak
 from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.kernels.weight_gathers import find_gathers
 from search.outcome import NEVER_NS
-from search.simulate.arrays import static_values
 from search.simulate.fragment_cache import SHARING_CODE, Chosen
 from search.simulate.micro_batches import (
     MicroBatchTasks,
@@ -363,13 +361,16 @@ class Layout:
             memory.weight_SD[:] = self.builder.weight_parts.kept_SD(
                 tasks, self.configurations, pipeline.stage_O.tolist(), (stages, devices)
             )
-        statics = static_values(self.builder.graph)
-        is_input_S = np.array([value.kind is ValueKind.INPUT for value in statics], np.bool_)
         on_stage_SD = np.zeros((0 if pipeline.is_shared_B is None else stages, devices), np.bool_)
         for stage in range(len(on_stage_SD)):
             on_stage_SD[stage, list(pipeline.devices_of[stage])] = True
         account_stages(
-            self.emission(), pipeline.stage_O, on_stage_SD, is_input_S, self.builder.state_tensors, memory
+            self.emission(),
+            pipeline.stage_O,
+            on_stage_SD,
+            self.builder.is_input_S,
+            self.builder.state_tensors,
+            memory,
         )
         find_step_peak(units.phase_U, units.stage_U, memory, pipeline.micro_batches, self._derivation.peak_D)
 

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graph.collectives import CollectiveKind
-from graph.operators import OperatorGraph
+from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, build_plan
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import BUCKET_BYTES, BY_DEFAULT
@@ -321,6 +321,13 @@ class TaskGraphBuilder:
         dtype = self.graph.weight_dtype
         costs = [self.costs.update_s("sgd", dtype, device.kind_name) for device in self.topology.devices]
         return np.array([seconds for seconds, _ in costs], np.float64)
+
+    @cached_property
+    def is_input_S(self) -> IntArray:  # noqa: N802 - the shape suffix
+        """Whether each static tensor is an input, of which every micro-batch has its own."""
+        from search.simulate.arrays import static_values
+
+        return np.array([value.kind is ValueKind.INPUT for value in static_values(self.graph)], np.bool_)
 
     @cached_property
     def accumulation(self) -> GradientAccumulation:

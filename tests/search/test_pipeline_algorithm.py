@@ -11,7 +11,7 @@ import pytest
 from graph.errors import StrategyError, UsageError
 from graph.operators import OperatorGraph
 from graph.schedule import ONE_BATCH, GradientSums, MicroBatches, Schedule, stages_of
-from graph.strategy import Sharding
+from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization
 from graph.training import Training
 from search.algorithms.best_tracker import builder_of, simulated
@@ -125,6 +125,24 @@ def test_one_seed_gives_one_result_and_keeps_to_its_budget() -> None:
     assert results[0] == results[1]
     assert results[0].simulated == 300
     assert pipeline(posed, most=7, seed=5).simulated == 7
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_strategy_that_is_tried_is_legal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    posed, tried = problem(GRAPHS[name], 4), list[Strategy]()
+    strategy_of = Stagings.strategy
+
+    def noted(stagings: Stagings, staging: Staging) -> Strategy | None:
+        strategy = strategy_of(stagings, staging)
+        if strategy is not None:
+            tried.append(strategy)
+        return strategy
+
+    monkeypatch.setattr(Stagings, "strategy", noted)
+    pipeline(posed, most=300, seed=4)
+    assert len({strategy.digest for strategy in tried}) > 100
+    for strategy in tried:
+        strategy.validate(posed.graph, posed.device_count)
 
 
 def stagings_of(stagings: Stagings, count: int, splits: tuple[Split, ...] = ()) -> Iterator[Staging]:
