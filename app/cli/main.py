@@ -46,12 +46,14 @@ def _invoke() -> int:
     import typer
 
     from app.cli.application import application
+    from search.parallel.gc_pause import rare_collection
 
     # The exception of Typer for a command line that it cannot parse; it exports only this class's children.
     misuse: type[Exception] = typer.BadParameter.__bases__[0]
     try:
         # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
-        code = application(standalone_mode=False)
+        with rare_collection():  # what a command imports stays
+            code = application(standalone_mode=False)
     except misuse as error:
         return _refuse(error)
     if code == ending.INTERRUPTED:
