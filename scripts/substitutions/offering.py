@@ -8,7 +8,7 @@ value twice (add(x, x), concat(x, x)) is in none: networks do not have that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 
@@ -25,7 +25,7 @@ from graph.substitutions.terms import (
     variables,
 )
 from graph.substitutions.translation import TARGETS
-from graph.substitutions.types import Extent, IllTypedTerm, TensorType, atoms
+from graph.substitutions.types import Extent, IllTypedTerm, TensorType, atoms, factors
 from scripts.substitutions.enumeration import Side
 
 FORWARDS, BACKWARDS = "forwards", "backwards"
@@ -79,7 +79,13 @@ class Direction:
         """Return what orders directions so that each comes after those that it may be an instance of."""
         dims = [dim for type_ in self.types.values() for dim in type_.dims]
         extents = {name for dim in dims for name in atoms(dim)}
-        return (-len(self.types), len(dims), sum(len(dim.pieces) for dim in dims), -len(extents), self.name)
+        return (
+            -len(self.types),
+            len(dims),
+            sum(len(list(atoms(dim))) for dim in dims),
+            -len(extents),
+            self.name,
+        )
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -135,9 +141,9 @@ def offered(rules: Sequence[tuple[str, Side, Side, Mapping[str, TensorType]]]) -
                 directions.append(Direction(name, direction, first, second, types))
     alike: dict[object, list[Direction]] = {}
     for candidate in sorted(directions, key=lambda one: one.generality):
-        general = alike.setdefault(candidate.outline, [])
-        if not _is_instance(candidate, general):
-            general.append(candidate)
+        forms = candidate, _of_any_pointwise(candidate)
+        if not any(_is_instance(form, alike.get(form.outline, ())) for form in forms):
+            alike.setdefault(candidate.outline, []).append(candidate)
     kept: list[Direction] = []
     for candidate in sorted((one for general in alike.values() for one in general), key=lambda one: one.size):
         if candidate.cheaper and not _follows(candidate, kept):
@@ -146,6 +152,20 @@ def offered(rules: Sequence[tuple[str, Side, Side, Mapping[str, TensorType]]]) -
     for one in kept:
         found.setdefault(one.name, []).append(one.direction)
     return {name: sorted(both) for name, both in found.items()}
+
+
+def _of_any_pointwise(direction: Direction) -> Direction:
+    """Return what a direction says with `relu` for its `scale`: of any pointwise operator, so of products, too."""
+    sides = direction.source, direction.target
+    if any(part.kind == "relu" for side in sides for term in side for part in subterms(term)):
+        return direction
+    source, target = (tuple(map(_unscaled, side)) for side in sides)
+    return replace(direction, source=source, target=target)
+
+
+def _unscaled(term: Term) -> Term:
+    operands = tuple(map(_unscaled, term.operands))
+    return Term("relu", (), operands) if term.kind == "scale" else replace(term, operands=operands)
 
 
 def _is_instance(direction: Direction, general: Sequence[Direction]) -> bool:
@@ -160,7 +180,8 @@ def _is_instance(direction: Direction, general: Sequence[Direction]) -> bool:
 
 def _follows(direction: Direction, kept: Sequence[Direction]) -> bool:
     """Return whether what is kept leads from the source to a graph that costs no more than the target."""
-    seen, queue = {direction.source}, [direction.source]
+    source = tuple(map(_turned_first, direction.source))
+    seen, queue = {source}, [source]
     for side in queue:
         for other in _rewritten(side, direction.types, kept):
             if other in seen:
@@ -175,6 +196,16 @@ def _follows(direction: Direction, kept: Sequence[Direction]) -> bool:
         if len(seen) > MOST_TERMS:
             break
     return False
+
+
+def _turned_first(term: Term) -> Term:
+    """Return the term with transposes before pointwise operators of variables, where matching reads them too."""
+    operands = tuple(map(_turned_first, term.operands))
+    if term.kind == "transpose" and operands[0].kind in ("relu", "scale"):
+        (inner,) = operands[0].operands
+        if inner.kind == VARIABLE:
+            return replace(operands[0], operands=(replace(term, operands=(inner,)),))
+    return replace(term, operands=operands)
 
 
 def _rewritten(side: Side, types: Mapping[str, TensorType], kept: Sequence[Direction]) -> Iterator[Side]:
@@ -331,11 +362,13 @@ def _dims_fit(wanted: Extent, given: tuple[Extent, ...], extents: dict[str, tupl
 
 
 def _product_fits(wanted: tuple[Extent, ...], given: Extent, extents: dict[str, tuple[Extent, ...]]) -> bool:
-    if len(given.pieces) != 1 or given.pieces[0].kind != "product":
+    try:
+        parts = factors(given)
+    except IllTypedTerm:
         return False
     return all(
         len(inner.pieces) == 1
         and inner.pieces[0].kind == "atom"
         and extents.setdefault(inner.pieces[0].name, (own,)) == (own,)
-        for inner, own in zip(wanted, given.pieces[0].of, strict=True)
+        for inner, own in zip(wanted, parts, strict=True)
     )

@@ -134,25 +134,20 @@ def test_a_strategy_that_no_mesh_expresses_writes_nothing(
     assert kept.read_text() == "mine"
 
 
-@pytest.fixture(scope="module")
-def pipelines() -> tuple[str, ...]:
-    """Options of a small network in micro-batches on two of this machine's devices."""
-    return ("--model", "mlp", "--preset", "small", "--batch-size", "16", "--devices", "2", "--device", "cpu")
-
-
-def stored(command: Command, *options: str) -> str:
-    """Run a strategy, which stores it, and return its digest."""
-    outcome = command("run", *options, "--json")
-    assert outcome.code == 0, outcome
-    digest: str = outcome.document["digest"]
+def stored(command: Command, name: str, *options: str) -> str:
+    """Return the digest of a baseline of a small network on two devices, which a search has stored."""
+    searched = command(
+        "search", "--model", "mlp", "--preset", "small", "--batch-size", "16", "--topology", "p100-cluster",
+        "--devices", "2", "--algorithm", "random", "--proposals", "1", "--compare-baselines", *options, "--json",
+    )  # fmt: skip
+    assert searched.code == 0, searched
+    (digest,) = [one["digest"] for one in searched.document["predictions"] if one["name"] == name]
+    assert isinstance(digest, str)
     return digest
 
 
-@pytest.mark.usefixtures("known_links")
-def test_a_checked_pipeline_runs_and_equals_the_network(
-    command: Command, pipelines: tuple[str, ...], tmp_path: Path
-) -> None:
-    digest = stored(command, *pipelines, "--strategy", "3d-1x1x2", "--micro-batches", "4")
+def test_a_checked_pipeline_runs_and_equals_the_network(command: Command, tmp_path: Path) -> None:
+    digest = stored(command, "3d-1x1x2", "--micro-batches", "4")
     file = tmp_path / "stages.py"
     outcome = command("strategy", "export", digest, str(file), "--format", "pipelining", "--check")
     assert outcome.code == 0, outcome
@@ -161,35 +156,25 @@ def test_a_checked_pipeline_runs_and_equals_the_network(
     assert "2 on 2 ranks, 4 micro-batches, 1f1b" in file.read_text()
 
 
-@pytest.mark.usefixtures("known_links")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        pytest.param(
-            ("data-parallel",),
-            ("goes through the batch at once", "--format dtensor"),
-            marks=pytest.mark.slow,
-        ),
+        (("data-parallel",), ("goes through the batch at once", "--format dtensor")),
         (("data-parallel", "--micro-batches", "4"), ("operator linear has 2 tasks", "must have one")),
         (
-            ("3d-1x1x2", "--micro-batches", "4", "--schedule", "actors"),
+            ("3d-1x1x2-actors", "--micro-batches", "4", "--schedule", "actors"),
             ("its schedule is actors", "must be one of gpipe, 1f1b, interleaved"),
         ),
-        pytest.param(
+        (
             ("3d-1x1x2-zero-bubble", "--micro-batches", "4"),
             ("its schedule is zero-bubble", "must be one of gpipe, 1f1b, interleaved"),
-            marks=pytest.mark.slow,
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_pipeline_writes_nothing(
-    command: Command,
-    pipelines: tuple[str, ...],
-    tmp_path: Path,
-    options: tuple[str, ...],
-    words: tuple[str, ...],
+    command: Command, tmp_path: Path, options: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    digest = stored(command, *pipelines, "--strategy", *options)
+    digest = stored(command, *options)
     file = tmp_path / "stages.py"
     outcome = command("strategy", "export", digest, str(file), "--format", "pipelining", "--check")
     assert_one_line(outcome, digest[:12], "export it with", *words)

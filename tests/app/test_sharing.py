@@ -9,7 +9,9 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def test_a_chain_that_shares_weights_is_rebuilt_as_it_was(command: Command) -> None:
+def test_a_chain_that_shares_weights_is_rebuilt_as_it_was_and_none_that_is_not_there(
+    command: Command,
+) -> None:
     found = command(
         "search",
         *ARGUMENTS,
@@ -30,10 +32,6 @@ def test_a_chain_that_shares_weights_is_rebuilt_as_it_was(command: Command) -> N
         assert rebuilt["digest"] == known["digest"]
         visited = command("strategy", "rebuild", str(found["search"]), "--chain", str(chain), "--json")
         assert visited.code == 0, visited
-
-
-def test_a_chain_that_is_not_there_is_refused_in_one_line(command: Command) -> None:
-    found = command("search", *ARGUMENTS, "--proposals", "8", "--json").document
     refused = command("strategy", "rebuild", str(found["search"]), "--chain", "99", "--step", "0")
     assert refused.code == 2
     assert "has no chain 99" in refused.errors

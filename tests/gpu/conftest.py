@@ -15,7 +15,8 @@ from profiler.devices import available_devices
 from profiler.environment import environment
 from profiler.pinning import child_variables, started_with
 from profiler.processes import PRELOADED
-from tests.gpu.virtual_device import VARIABLE, Speeds, Virtual, virtual_gpus
+from tests.gpu.virtual_device import VARIABLE, Speeds, Virtual
+from tests.gpu.virtual_torch import virtual_gpus
 
 HERE = Path(__file__).parent
 

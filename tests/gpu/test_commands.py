@@ -8,7 +8,8 @@ import pytest
 
 from tests.app.conftest import Command, brief_measurements, command, database  # noqa: F401 - fixtures
 from tests.gpu.conftest import forget_devices
-from tests.gpu.virtual_device import Speeds, virtual_gpus
+from tests.gpu.virtual_device import Speeds
+from tests.gpu.virtual_torch import virtual_gpus
 
 # Times are virtual: to compute would take minutes. Kernels and messages are long enough to be measured one by one.
 UNCOMPUTED = Speeds(kernel_s=2e-3, message_s=2e-3, most_computed=2**12, cache_bytes=2**10)

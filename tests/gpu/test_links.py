@@ -27,7 +27,8 @@ from profiler.process_groups import join_process_group
 from profiler.rank_clock import RankClock
 from tests.gpu.conftest import forget_devices
 from tests.gpu.ranks import run_ranks
-from tests.gpu.virtual_device import Speeds, virtual_gpus
+from tests.gpu.virtual_device import Speeds
+from tests.gpu.virtual_torch import virtual_gpus
 from tests.profiler.kinds import datasheet_kind
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

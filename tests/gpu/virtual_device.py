@@ -1,12 +1,8 @@
-"""GPUs that are not there: tensors on the CPU that say they are on a GPU, and clocks that nobody waits for.
+"""GPUs that are not there: their clocks, streams, events and memory. `virtual_torch` shows them to torch.
 
-A process in which `install` was called sees GPUs through `torch.cuda`. Every operator on their tensors computes at
-once, on the CPU; its time passes on virtual clocks alone. The host takes `Speeds.host_s` to issue a kernel, which
-starts when it is issued and its stream is free, and takes `Speeds.kernel_s` and what its bytes take. The queue of a
-device holds so many kernels; a host that issues more waits. `time.perf_counter` is the host's clock.
-
-What a GPU refuses is refused: tensors of several devices in one operator, and operands that its kernels do not take
-(`tests.gpu.preconditions`). A thread computes on its own current GPU, which it must have set.
+The host takes `Speeds.host_s` to issue a kernel, which starts when it is issued and its stream is free, and takes
+`Speeds.kernel_s` and what its bytes take, on virtual clocks that nobody waits for. The queue of a device holds so many
+kernels; a host that issues more waits. A thread computes on its own current GPU, which it must have set.
 """
 
 from __future__ import annotations
@@ -14,24 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
-import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-
-from tests.gpu.kernels import CUDA_ONLY
-from tests.gpu.preconditions import check_preconditions
 
 VARIABLE = "VIRTUAL_GPUS"
 NAME = "NVIDIA H100 80GB HBM3"
@@ -152,12 +141,14 @@ class Virtual:
         self.busy_s: list[tuple[float, float]] = []
         # Called before a host waits for a GPU, for works that are still to be priced.
         self.settle: Callable[[], None] = lambda: None
+        # Executes the operators of a thread that has set its GPU.
+        self.kernels: Callable[[], TorchDispatchMode] = TorchDispatchMode
         self._streams: dict[int, Stream] = {}
         self._of_thread = threading.local()
         self._allocated: Counter[int] = Counter()
-        # By GPU: addresses and bytes of what its cache holds, the latest last.
         # The GPU of the last operator's tensors.
         self.last: int | None = None
+        # By GPU: addresses and bytes of what its cache holds, the latest last.
         self._cached: dict[int, OrderedDict[int, int]] = {}
         self._peaks: Counter[int] = Counter()
 
@@ -191,7 +182,7 @@ class Virtual:
             if VARIABLE in os.environ:
                 # Of a server's child: the file may be newer than the server.
                 self.speeds = Speeds.of_environment()
-            self._of_thread.mode = _Kernels()
+            self._of_thread.mode = self.kernels()
             self._of_thread.mode.__enter__()
         self._of_thread.index = index
 
@@ -316,331 +307,6 @@ def gpu_of(tensor: torch.Tensor) -> int | None:
     return index
 
 
-# Their results are the host's.
-_READ_BY_HOST = frozenset(
-    {
-        *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"),
-        *("unique_consecutive", "_unique2", "unique_dim", "bincount", "repeat_interleave"),
-    }
-)
-# They run no kernel.
-_NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh"})
-
-
-# Their indexes may be on the host.
-_ANY_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-
-
-class _Kernels(TorchDispatchMode):
-    """Executes operators on the CPU, and issues a kernel for each on the GPU of its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = func._schema.name.rpartition("::")[2]
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {gpu_of(tensor) for tensor in tensors if tensor.dim() or gpu_of(tensor) is not None}
-        target, indexes = kwargs.get("device"), places - {None}
-        if places:
-            virtual.last = next(iter(indexes), None)
-        if target is not None and target.type == "cpu" and torch._C._current_graph_task_id() != -1:
-            # Made by a formula of autograd's, in C++, which takes the tensors' device from themselves.
-            index = virtual.last
-        elif target is not None:
-            kwargs["device"] = torch.device("cpu") if target.type == "cuda" else target
-            index = virtual._index(target) if target.type == "cuda" else None
-        else:
-            index = next(iter(indexes), None)
-        if name in ("copy_", "_to_copy", "_foreach_copy_"):
-            index = self._copy(
-                name, tensors, index, non_blocking=bool(kwargs.get("non_blocking", args[2:3] == (True,)))
-            )
-        elif len(places) > 1 and indexes and name not in _ANY_INDEXES:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found {sorted(map(str, places))} in {name}"
-            )
-        if indexes:
-            check_preconditions(name, func, args, kwargs)
-        if index is not None and sum(tensor.numel() for tensor in tensors) > virtual.speeds.most_computed:
-            result = _without_computing(func, args, kwargs)
-        else:
-            result = CUDA_ONLY.get(name, func)(*args, **kwargs)
-        if index is None:
-            return result
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        for tensor in made:
-            virtual.keep(tensor, index)
-        if not (func.is_view or name in _NO_KERNEL or func.namespace in ("c10d", "prim")):
-            seconds = virtual.speeds.names.get(name)
-            if seconds is None:
-                seconds = virtual.speeds.kernel_s
-                if virtual.speeds.missed_bytes_per_s:
-                    missed = virtual.missed_bytes(index, tensors, made)
-                    seconds += missed / virtual.speeds.missed_bytes_per_s
-                if virtual.speeds.memory_bytes_per_s:
-                    moved = sum(tensor.nbytes for tensor in (*tensors, *made))
-                    seconds += moved / virtual.speeds.memory_bytes_per_s
-            virtual.launch(index, name, seconds)
-        if name in _READ_BY_HOST or (name in _ANY_INDEXES and _has_mask(args[1:2])):
-            virtual.wait_for_host(index, name)
-        return result
-
-    def _copy(
-        self, name: str, tensors: list[torch.Tensor], target: int | None, *, non_blocking: bool
-    ) -> int | None:
-        """Return on which GPU a copy's result is; the host waits for a copy from its own memory that is not pinned."""
-        if name == "_to_copy":
-            source = gpu_of(tensors[0])
-            made = target
-        else:
-            made, source = gpu_of(tensors[0]), gpu_of(tensors[-1])
-        pinned = is_pinned(tensors[-1]) and tensors[-1].is_contiguous()
-        if source != made and not (non_blocking and (source is not None or pinned)):
-            virtual.wait_for_host(
-                made if made is not None else source or 0, f"{name} between host and device"
-            )
-        return made
-
-
-def _has_mask(indexes: Any) -> bool:
-    """Return whether positions are those where a mask is true, so that the host must count them."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(indexes))
-
-
-def _without_computing(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return tensors such as an operator makes, with any numbers."""
-    if func.is_view:
-        return func(*args, **kwargs)
-    if func._schema.is_mutable:
-        return kwargs.get("out", args[0]) if func._schema.returns else None
-
-    def described(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-    def made(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-
-    kwargs = {
-        **tree_map(described, kwargs),
-        **({"device": torch.device("meta")} if "device" in kwargs else {}),
-    }
-    try:
-        return tree_map(made, func(*tree_map(described, args), **kwargs))
-    except NotImplementedError:
-        return func(*args, **kwargs)
-
-
-_base_device = torch._C.TensorBase.device
-_host_sleep = time.sleep
-_Generator = torch.Generator
-_base_to, _base_tolist, _tensor = torch.Tensor.to, torch.Tensor.tolist, torch.tensor
-
-
-def _device(tensor: torch.Tensor) -> torch.device:
-    index = gpu_of(tensor)
-    return _base_device.__get__(tensor) if index is None else torch.device("cuda", index)
-
-
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `Tensor.to`, which would find that a tensor of a virtual GPU is on the CPU already."""
-    wanted = kwargs.get("device", args[0] if args else None)
-    if isinstance(wanted, torch.Tensor):
-        return _to(tensor, wanted.device, wanted.dtype, *args[1:])
-    own = gpu_of(tensor)
-    if not isinstance(wanted, str | int | torch.device):
-        return _base_to(tensor, *args, **kwargs)
-    device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
-    target = virtual._index(device) if device.type == "cuda" else None
-    if device.type == "meta" or (own is None and target is None):
-        return _base_to(tensor, *args, **kwargs)
-    dtype = kwargs.get("dtype") or next(
-        (item for item in args if isinstance(item, torch.dtype)), tensor.dtype
-    )
-    if own == target and dtype == tensor.dtype and not kwargs.get("copy"):
-        return tensor
-    result: torch.Tensor = torch.ops.aten._to_copy(
-        tensor, dtype=dtype, device=device, non_blocking=kwargs.get("non_blocking", False)
-    )
-    return result
-
-
-def _cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return _to(tensor, "cpu")
-
-
-def _tolist(tensor: torch.Tensor) -> Any:
-    index = gpu_of(tensor)
-    if index is not None:
-        virtual.wait_for_host(index, "tolist")
-    return _base_tolist(tensor)
-
-
-def _pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-    pinned = tensor.clone()
-    storage: Any = pinned.untyped_storage()
-    storage.pinned = True
-    return pinned
-
-
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of the host's is in memory that a GPU reads by itself."""
     return getattr(tensor.untyped_storage(), "pinned", False)
-
-
-def _made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    made = _tensor(data, **kwargs)
-    return made if device is None or torch.device(device).type != "cuda" else made.to(device)
-
-
-class _VirtualGenerator(_Generator):
-    """As torch's, which has none of a GPU that is not there."""
-
-    def __new__(cls, device: Any = "cpu") -> Any:
-        return _Generator("cpu" if "cuda" in str(device) else device)
-
-
-def _properties(device: Any = None) -> SimpleNamespace:
-    index = virtual._index(device)
-    return SimpleNamespace(
-        name=NAME,
-        total_memory=MEMORY_BYTES,
-        multi_processor_count=132,
-        L2_cache_size=virtual.speeds.cache_bytes,
-        major=9,
-        minor=0,
-        uuid=f"virtual-{index}",
-    )
-
-
-def _sleep(cycles: int) -> None:
-    virtual.launch(virtual._index(None), "_sleep", cycles / CLOCK_HZ)
-
-
-def _sleep_of_host(seconds: float) -> None:
-    virtual.now_s += seconds
-    _host_sleep(seconds)
-
-
-def _synchronize(device: Any = None) -> None:
-    virtual.settle()
-    virtual.stream(virtual._index(device)).synchronize()
-
-
-def _perf_counter() -> float:
-    return virtual.now_s
-
-
-def _perf_counter_ns() -> int:
-    return round(virtual.now_s * 1e9)
-
-
-class _Nvml(ModuleType):
-    """The driver's library, as far as Soapstone asks it."""
-
-    NVML_CLOCK_SM = 1
-    NVMLError = RuntimeError
-
-    def nvmlInit(self) -> None:  # noqa: N802 - NVML's names
-        """Nothing."""
-
-    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:  # noqa: N802
-        """Return a GPU's index."""
-        return int(name.rpartition("-")[2])
-
-    def nvmlDeviceGetClockInfo(self, handle: int, _clock: int) -> float:  # noqa: N802
-        """Return a GPU's clock in MHz: a low one where it has nothing to do."""
-        busy = virtual.stream(handle).free_s > virtual.now_s
-        return (CLOCK_HZ if busy else IDLE_CLOCK_HZ) / 1e6
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: int) -> int:  # noqa: N802
-        """Return that it is idle, which slows nothing."""
-        return 1
-
-
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """Return what stands in for what: object, name and replacement."""
-    of_cuda = {
-        "_lazy_init": lambda: None,
-        "_sleep": _sleep,
-        "is_available": lambda: True,
-        "is_initialized": lambda: virtual.current is not None,
-        "device_count": lambda: virtual.speeds.count,
-        "current_device": lambda: virtual._index(None),
-        "set_device": lambda device: virtual.set_current(virtual._index(device)),
-        "get_device_properties": _properties,
-        "get_device_name": lambda _device=None: NAME,
-        "get_device_capability": lambda _device=None: (9, 0),
-        "Stream": Stream,
-        "stream": virtual.on,
-        "current_stream": lambda device=None: virtual.stream(virtual._index(device)),
-        "synchronize": _synchronize,
-        "empty_cache": lambda: None,
-        "memory_allocated": virtual.allocated,
-        "max_memory_allocated": virtual.peak,
-        "reset_peak_memory_stats": virtual.reset_peak,
-        "mem_get_info": lambda device=None: (MEMORY_BYTES - virtual.allocated(device), MEMORY_BYTES),
-        "Event": Event,
-        # Nothing is drawn on a GPU: Soapstone counts (`profiler.operators.counter_rng`).
-        # Operators draw from the CPU's generator, whose state moves on with each draw.
-        "get_rng_state": lambda _device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, _device=None: torch.set_rng_state(state),
-        "manual_seed_all": lambda _seed: None,
-    }
-    of_tensors = {
-        "device": property(_device),
-        "is_cuda": property(lambda tensor: gpu_of(tensor) is not None),
-        "to": _to,
-        "cpu": _cpu,
-        "tolist": _tolist,
-        "pin_memory": _pin_memory,
-        "is_pinned": is_pinned,
-    }
-    return [
-        *((torch.cuda, name, item) for name, item in of_cuda.items()),
-        *((torch.Tensor, name, item) for name, item in of_tensors.items()),
-        (torch, "tensor", _made),
-        (torch, "Generator", _VirtualGenerator),
-        # torch.export asks it, where there are GPUs.
-        (torch._C, "_cuda_getDevice", lambda: virtual._index(None)),
-        (time, "sleep", _sleep_of_host),
-        (time, "perf_counter", _perf_counter),
-        (time, "perf_counter_ns", _perf_counter_ns),
-    ]
-
-
-def install(speeds: Speeds | None = None) -> Callable[[], None]:
-    """Let this process see GPUs that are not there; return what undoes it."""
-    virtual.__init__()  # type: ignore[misc]
-    virtual.speeds = Speeds.of_environment() if speeds is None else speeds
-    before = []
-    for owner, name, item in _replacements():
-        before.append((owner, name, owner.__dict__.get(name)))
-        setattr(owner, name, item)
-    sys.modules["pynvml"] = _Nvml("pynvml")
-
-    def undo() -> None:
-        virtual.forget_thread()
-        del sys.modules["pynvml"]
-        for owner, name, item in reversed(before):
-            if item is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, item)
-
-    return undo
-
-
-@contextmanager
-def virtual_gpus(speeds: Speeds | None = None) -> Iterator[Virtual]:
-    """See GPUs that are not there while the context lasts, in this process and in those that it starts."""
-    undo = install(speeds)
-    try:
-        yield virtual
-    finally:
-        undo()

@@ -21,6 +21,8 @@ from graph.schedule import (
     micro_batches_to_json,
     waits_of,
 )
+from search.space.baselines import data_parallel, fsdp
+from tests.search.builders import two_layers
 
 
 def in_flight(order: Sequence[Unit]) -> int:
@@ -252,3 +254,17 @@ def test_actors_with_the_credits_of_1f1b_work_in_its_order_where_stages_take_ali
         acted = acted_order(MicroBatches(count, Schedule.ACTORS), even)
         for stage, own in enumerate(group_orders(MicroBatches(count), stages)):
             assert [unit for unit in acted if unit.stage == stage] == list(own)
+
+
+def test_a_strategy_takes_micro_batches_and_keeps_its_schedule() -> None:
+    graph = two_layers()
+    strategy = data_parallel(graph, 2)
+    divided = strategy.in_micro_batches(4, Schedule.GPIPE)
+    assert divided.micro_batches == MicroBatches(4, Schedule.GPIPE)
+    assert divided.in_micro_batches(2).micro_batches == MicroBatches(2, Schedule.GPIPE)
+    assert divided.in_micro_batches(1) == strategy
+    assert strategy.in_micro_batches(1, Schedule.GPIPE) is strategy
+    shared = fsdp(graph, 2).in_micro_batches(2)
+    shared.validate(graph, 2)
+    with pytest.raises(StrategyError, match="is kept in shares with schedule zero-bubble"):
+        shared.in_micro_batches(2, Schedule.ZERO_BUBBLE).validate(graph, 2)

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from graph.substitutions import rewriting
-from graph.substitutions.rules import Rule, conditions, load_rules
+from graph.substitutions.rules import Rule, conditions, load_rules, offered_rules
 from graph.substitutions.terms import subterms, type_of
 from scripts.substitutions.execution import RandomInputs
+from scripts.substitutions.offering import offered
 from scripts.substitutions.proofs import prove, reachable
 from scripts.substitutions.properties import PROPERTIES
 from scripts.substitutions.pruning import Candidate, canonical, read_candidate
@@ -59,6 +60,13 @@ def test_rules_name_properties_and_conditions_that_exist() -> None:
         assert rule.conditions == conditions((*rule.source, *rule.target), rule.types)
         assert rule.applies_forwards() or rule.applies_backwards() or len(rule.source) > 1
     assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+def test_the_file_offers_the_directions_that_are_derived_from_its_rules() -> None:
+    offers: dict[str, list[str]] = {}
+    for rule, direction in offered_rules():
+        offers.setdefault(rule.name, []).append(direction)
+    assert offers == offered([(rule.name, rule.source, rule.target, rule.types) for rule in RULES])
 
 
 def test_every_property_that_a_proof_used_holds_on_integers() -> None:

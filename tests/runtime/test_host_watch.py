@@ -119,19 +119,7 @@ def test_the_end_of_rank_0_is_known_and_not_reported(watches: Watches) -> None:
     assert watches.reports == []
 
 
-def test_a_process_that_is_killed_is_not_reported(
-    watches: Watches, started: Callable[..., tuple[subprocess.Popen[str], str]]
-) -> None:
-    watches.begin(0)
-    process, line = started(PEER, str(watches.store.port))
-    assert line == "connected"
-    process.kill()
-    process.wait(WAIT_S)
-    time.sleep(1.0)
-    assert watches.reports == []
-
-
-def test_a_process_that_is_stopped_for_longer_than_the_silence_is_not_reported(
+def test_a_process_that_is_stopped_for_longer_than_the_silence_or_killed_is_not_reported(
     watches: Watches, started: Callable[..., tuple[subprocess.Popen[str], str]]
 ) -> None:
     watches.begin(0)
@@ -139,6 +127,11 @@ def test_a_process_that_is_stopped_for_longer_than_the_silence_is_not_reported(
     assert line == "connected"
     stop(process)
     time.sleep(SILENCE_S + 3.0)
+    assert watches.reports == []
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait(WAIT_S)
+    time.sleep(1.0)
     assert watches.reports == []
 
 
@@ -180,7 +173,7 @@ def test_a_bounded_store_answers_as_the_store_does(store: TCPStore) -> None:
     bounded.close()
 
 
-def test_a_call_ends_where_the_store_is_silent_and_nobody_answers(
+def test_a_call_to_a_silent_store_ends_where_nobody_answers_and_waits_where_its_host_does(
     started: Callable[..., tuple[subprocess.Popen[str], str]],
 ) -> None:
     process, port = started(SERVER)
@@ -193,17 +186,9 @@ def test_a_call_ends_where_the_store_is_silent_and_nobody_answers(
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^the store does not answer$"):
             bounded.get("key")
+    nobody.clear()
     process.send_signal(signal.SIGCONT)
-    bounded.close()
-
-
-def test_a_silent_store_is_waited_for_where_its_host_answers(
-    started: Callable[..., tuple[subprocess.Popen[str], str]],
-) -> None:
-    process, port = started(SERVER)
-    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=WAIT_S))
-    bounded = BoundedStore(store, lambda: False)
-    bounded.set("key", "value")
+    assert bounded.get("key") == b"value"
     stop(process)
     timer = threading.Timer(PATIENCE_S + 2.0, process.send_signal, (signal.SIGCONT,))
     timer.start()

@@ -128,6 +128,8 @@ def test_two_ranks_record_what_they_do_and_what_they_wait_for(pool: LocalPool) -
             assert named(spans, "backward") == tasks_of(plan, rank, backward=True)
             assert any(name.startswith("wait for all-reduce bucket") for name in named(spans, "wait"))
     assert len(result.step_times_s) == job.iterations
+    # Nobody asked for its communications.
+    assert result.communications == ()
 
 
 @pytest.mark.parametrize("name", ["perceptron", "branches"])
@@ -157,20 +159,19 @@ def test_all_ends_of_a_communication_record_it(pool: LocalPool, name: str, seed:
 
 
 @pytest.mark.parametrize("level", [Sharding.OPTIMIZER, Sharding.PARAMETERS])
-def test_gathers_after_the_update_are_recorded(pool: LocalPool, level: Sharding) -> None:
+def test_a_recorded_step_says_when_shared_weights_are_gathered(pool: LocalPool, level: Sharding) -> None:
     graph = graph_of("perceptron")
     strategy = shared(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), level)
     job = make_job(graph, strategy, reference("perceptron"))
-    (by_rank,) = pool.run(replace(job, recorded=1, communications=True, verify=False)).communications
-    for items in by_rank:
+    result = pool.run(replace(job, recorded=1, communications=True, verify=False))
+    (by_rank,), (spans_by_rank,) = result.communications, result.recorded
+    for items, spans in zip(by_rank, spans_by_rank, strict=True):
         assert WEIGHTS in {item.subject for item in items}
         assert WEIGHT_GRADIENTS in {item.subject for item in items}
-
-
-def test_communications_are_recorded_for_those_alone_who_ask(pool: LocalPool) -> None:
-    graph = graph_of("perceptron")
-    job = make_job(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), reference("perceptron"))
-    assert pool.run(replace(job, recorded=1, verify=False)).communications == ()
+        names = {span.label.name for span in spans}
+        assert "pack gradients to share" in names
+        assert ("pack shares of weights" in names) == (level is Sharding.PARAMETERS)
+        assert "wait for weights" in names
 
 
 @pytest.mark.cuda

@@ -12,7 +12,6 @@ from graph.importer import import_module
 from graph.operators import OperatorGraph
 from graph.substitutions.reordering import directions
 from graph.substitutions.rewriting import compatible, every_substitution, matches, rewritten
-from graph.substitutions.substitution import Substitution
 from graph.substitutions.terms import Term
 from graph.zoo import build, zoo_names
 from profiler.operators import ExecutionContext
@@ -53,9 +52,13 @@ class Terms(nn.Module):
         return torch.stack(squares).sum()
 
 
+SIZES = {"conv-scale-3c8d2592": {"b": 32, "t": 3}}
+"""Extents unlike the first ones of a rule, for which another rule makes its source cheaper still."""
+
+
 def sizes(rule: Direction) -> dict[str, int]:
-    """Return extents for which the rule makes its source cheaper."""
-    return rule.cheaper[0][0]
+    """Return extents for which the rule makes its source cheaper, and no other rule as cheap."""
+    return rule.cheaper[0][0] | SIZES.get(rule.name, {})
 
 
 def offered() -> dict[str, Direction]:
@@ -92,24 +95,13 @@ def test_every_offered_rule_gives_the_loss_and_gradients_of_the_operators_in_who
     rules = {name: every[name] for name in list(every)[part::PARTS]}
     built: Built = (Terms(rules, whole=True), (torch.zeros(2),), {})
     graph = import_module(*built, name="terms")
-    found = [match for match in matches(graph) if match.rule in every]
-    applied = disjoint(found)
-    assert (
-        len(applied) >= len(rules) * 0.9
-    )  # a few need more rows than columns, or the other way round, to be cheaper
+    applied = [match for match in matches(graph) if match.rule in every]
+    # Each source is rewritten by its own rule: none is offered that another one always comes before.
+    assert sorted(match.rule for match in applied) == sorted(rules)
     other = rewritten(graph, applied)
     assert len(other.operators) <= len(graph.operators)
     agree(built, graph, other, exact=True)
     agree((Terms(rules, whole=False), *built[1:]), graph, other, exact=False)
-
-
-def disjoint(found: list[Substitution]) -> list[Substitution]:
-    """Return matches of which none shares an operator with another, the first first."""
-    chosen: list[Substitution] = []
-    for match in found:
-        if all(set(match.operators).isdisjoint(other.operators) for other in chosen):
-            chosen.append(match)
-    return chosen
 
 
 class Branches(nn.Module):

@@ -41,7 +41,7 @@ def test_a_split_batch_trains_as_the_module(pool: LocalPool, level: Sharding, op
     check(pool, "perceptron", shared(graph, strategy, level), optimizer)
 
 
-@pytest.mark.parametrize("name", sorted(BATCHES))
+@pytest.mark.parametrize("name", sorted(BATCHES.keys() - {"perceptron"}))
 @pytest.mark.parametrize("level", MOSTLY)
 def test_networks_train_as_their_modules(pool: LocalPool, name: str, level: Sharding) -> None:
     graph = graph_of(name)
@@ -84,16 +84,3 @@ def test_shared_weights_take_what_the_walk_says(pool: LocalPool, name: str, leve
     graph = graph_of(name, batch_size=SIZES[name])
     strategy = shared(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), level)
     check_against_a_run(pool, name, strategy, "adam")
-
-
-@pytest.mark.parametrize("level", SHARED)
-def test_a_recorded_step_says_when_weights_are_gathered(pool: LocalPool, level: Sharding) -> None:
-    graph = graph_of("perceptron")
-    strategy = shared(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), level)
-    job = replace(make_job(graph, strategy, reference("perceptron")), recorded=1, verify=False)
-    ((first, second),) = pool.run(job).recorded
-    for spans in (first, second):
-        names = {span.label.name for span in spans}
-        assert "pack gradients to share" in names
-        assert ("pack shares of weights" in names) == (level is Sharding.PARAMETERS)
-        assert "wait for weights" in names

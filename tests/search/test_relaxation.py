@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from graph.operators import OperatorGraph, ValueKind
+from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, load_topology
 from scripts.benchmarks import simulator
@@ -22,7 +22,6 @@ from search.space.baselines import data_parallel, fsdp, zero
 from tests.graphs import small_graph
 from tests.search.builders import (
     SOME_MEASURED,
-    GraphBuilder,
     MadeUpCosts,
     cluster,
     devices,
@@ -30,6 +29,7 @@ from tests.search.builders import (
     random_anywhere,
     random_mesh,
 )
+from tests.search.chains import chain
 from tests.search.test_delta import FAR, GRAPHS, TRAINING
 
 TOPOLOGIES = {"one node": devices(4, contention=0.5), "two nodes": cluster()}
@@ -133,20 +133,10 @@ def test_so_it_is_with_networks_of_the_zoo(name: str, nodes: int, counted: type[
     assert counted.tried > 40
 
 
-def layers(widths: Sequence[int]) -> OperatorGraph:
-    """Linear layers of these widths, one after the other."""
-    builder = GraphBuilder()
-    made = builder.value("input.0", (8, 8), ValueKind.INPUT)
-    for number, width in enumerate(widths):
-        made = builder.linear(f"layer{number}", made, width)
-    builder.loss(made)
-    return builder.finish()
-
-
 @pytest.mark.parametrize("base_s", [1e-5, 3e-5])
 def test_a_weight_that_completes_a_bucket_is_not_left_out(base_s: float) -> None:
     """Without it the large weight that it waits with would be summed far later: with the first layers' weights."""
-    graph = layers([2] * 10 + [500, 16])
+    graph = chain([8, *[2] * 10, 500, 16], samples=8)
     builder = TaskGraphBuilder(
         graph,
         devices(8),
@@ -167,7 +157,7 @@ def test_a_weight_that_completes_a_bucket_is_not_left_out(base_s: float) -> None
 
 
 def test_weights_of_changed_operators_are_left_out_where_no_other_is_summed_over_their_devices() -> None:
-    graph = layers([8, 8, 8])
+    graph = chain([8] * 4, samples=8)
     layout = builder_of(graph, cluster(), local_calls=local_calls).layout(data_parallel(graph, 8))
     layout.refresh()
     bound, middle = OptimisticBound(layout), layout.configurations[1]

@@ -1,4 +1,4 @@
-"""The steady state of p3, tic and tac: recurrences, a slow channel, and what a window of any strategy must hold."""
+"""The steady state of p3: recurrences, a slow channel, and what a window of any strategy must hold."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,82 +7,58 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from graph.calls import LocalCall
 from graph.collective_algorithms import BY_LIBRARY, read_algorithm
 from graph.collectives import CollectiveKind
-from graph.operators import OperatorGraph, ValueKind
 from graph.plan import build_plan
 from graph.pulls import SliceStart, slice_starts
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, p3, slice_bounds
 from graph.training import Training
-from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.cost_table import CostTable
 from search.cost.link_costs import Curve, LinkCosts
 from search.simulate.simulator import Simulation, simulate, simulate_tasks
-from search.simulate.steady_state import gather_order, in_steady_state, pulls, slice_order
-from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
+from search.simulate.steady_state import in_steady_state, pulls, slice_order
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskKind
 from search.space.baselines import data_parallel, shared
-from tests.search.builders import GraphBuilder, all_reduces, devices, local_calls, random_mesh
+from tests.search.builders import all_reduces, devices, local_calls, random_mesh
+from tests.search.chains import UNIT_NS, LayerCosts, chain
 from tests.search.test_delta import BUCKET_BYTES, GRAPHS, TOPOLOGIES, builder_of
 
 # A unit of the paper's examples: 16 elements of float32 to send, or a millisecond to compute.
-UNIT_BYTES, UNIT_NS = 64, 1_000_000
-# The parts of the loss go from device to device in no time.
-LINKS = replace(
-    all_reduces({2: (0.0, 1e-3 / UNIT_BYTES)}),
+UNIT_BYTES = 64
+SUM_S = 1e-3 / UNIT_BYTES
+# Sums in two halves, and the parts of the loss go from device to device in no time.
+LINKS = LinkCosts(
+    {
+        (CollectiveKind.ALL_REDUCE, 2): Curve.line(0.0, SUM_S),
+        (CollectiveKind.REDUCE_SCATTER, 2): Curve.line(0.0, SUM_S / 2),
+        (CollectiveKind.ALL_GATHER, 2): Curve.line(0.0, SUM_S / 2),
+    },
     messages={(0, 1): Curve.line(0.0, 0.0), (1, 0): Curve.line(0.0, 0.0)},
 )
 TRAINING = Training(2, optimizer="sgd")
 
 
-class ChainCosts:
-    """Layer i of a chain computes f[i] units forward and b[i] backward; nothing else takes time."""
-
-    def __init__(self, f: Sequence[int], b: Sequence[int], widths: Sequence[int]) -> None:
-        # Layers are told apart by the sizes of their weights.
-        self.of = {
-            (out, inner): (forward, backward)
-            for forward, backward, inner, out in zip(f, b, widths[:-1], widths[1:], strict=True)
-        }
-
-    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:  # noqa: ARG002
-        costs: list[OperatorCost | None] = []
-        for call in calls:
-            forward, backward = (0, 0)
-            if call.target == "aten.linear.default":
-                forward, backward = self.of[call.inputs[1].shape[0], call.inputs[1].shape[1]]
-            costs.append(OperatorCost(forward * 1e-3, backward * 1e-3, Origin.MEASURED))
-        return costs
-
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:  # noqa: ARG002
-        return 0.0, Origin.MEASURED
-
-
-def chain(widths: Sequence[int]) -> OperatorGraph:
-    """Return linear layers between values of some widths."""
-    builder = GraphBuilder()
-    x = builder.value("input.0", (2, widths[0]), ValueKind.INPUT)
-    for number, width in enumerate(widths[1:]):
-        x = builder.linear(f"layer{number}", x, width)
-    builder.loss(x)
-    return builder.finish()
-
-
-def step_ns(
+def step(
     widths: Sequence[int],
     f: Sequence[int],
     b: Sequence[int],
     synchronization: Synchronization,
+    sharding: Sharding = Sharding.NONE,
     links: LinkCosts = LINKS,
-) -> int:
-    """Return the step of data parallelism over two devices that communication does not slow."""
+) -> Simulation:
+    """Return the step of data parallelism over two devices that communication does not slow.
+
+    Layer i of the chain computes f[i] units forward and b[i] backward; layers are told apart by the sizes of their
+    weights.
+    """
+    units = dict(zip(pairwise(widths), zip(f, b, strict=True), strict=True))
     graph = chain(widths)
-    strategy = replace(data_parallel(graph, 2), synchronization=synchronization)
-    costs = CostTable(ChainCosts(f, b, widths))
-    topology = devices(2, contention=0.0)
+    strategy = replace(shared(graph, data_parallel(graph, 2), sharding), synchronization=synchronization)
+    costs = CostTable(LayerCosts(lambda call: units[call.inputs[1].shape[1], call.inputs[1].shape[0]]))
     return simulate(
-        graph, strategy, topology, costs, TRAINING, links=links, local_calls=local_calls
-    ).step_time_ns
+        graph, strategy, devices(2, contention=0.0), costs, TRAINING, links=links, local_calls=local_calls
+    )
 
 
 def fifo_units(f: Sequence[float], b: Sequence[float], c: Sequence[float]) -> float:
@@ -144,15 +120,15 @@ ROWS = {
 def test_the_papers_small_cases(row: str) -> None:
     widths, (f, b, c), layers, (fifo, whole, fluid) = ROWS[row]
     times = [f] * layers, [b] * layers
-    assert step_ns(widths, *times, Synchronization(Policy.FIFO, 1)) == fifo * UNIT_NS
-    assert step_ns(widths, *times, p3(c * UNIT_BYTES)) == whole * UNIT_NS
-    assert step_ns(widths, *times, p3(UNIT_BYTES)) == fluid * UNIT_NS
+    assert step(widths, *times, Synchronization(Policy.FIFO, 1)).step_time_ns == fifo * UNIT_NS
+    assert step(widths, *times, p3(c * UNIT_BYTES)).step_time_ns == whole * UNIT_NS
+    assert step(widths, *times, p3(UNIT_BYTES)).step_time_ns == fluid * UNIT_NS
 
 
 def test_a_large_layer_behind_small_ones_is_sent_while_these_compute() -> None:
     widths, times = (4, 4, 4, 24), ([1] * 3, [1] * 3)
-    assert step_ns(widths, *times, Synchronization(Policy.FIFO, 1)) == 12 * UNIT_NS
-    assert step_ns(widths, *times, p3(UNIT_BYTES)) == 10 * UNIT_NS
+    assert step(widths, *times, Synchronization(Policy.FIFO, 1)).step_time_ns == 12 * UNIT_NS
+    assert step(widths, *times, p3(UNIT_BYTES)).step_time_ns == 10 * UNIT_NS
     assert fifo_units(*times, (1, 1, 6)) == 12
     assert fluid_units(*times, (1, 1, 6)) == 10
 
@@ -165,13 +141,12 @@ def test_chains_take_what_a_slow_channel_takes_and_near_the_limit_with_small_sli
     f, b = (rng.integers(0, 9, layers).tolist() for _ in range(2))
     elements = [inner * out for inner, out in pairwise(widths)]
     c = [4 * count / UNIT_BYTES for count in elements]
-    assert step_ns(widths, f, b, Synchronization(Policy.FIFO, 1)) == pytest.approx(
-        fifo_units(f, b, c) * UNIT_NS, abs=layers
-    )
+    fifo = step(widths, f, b, Synchronization(Policy.FIFO, 1))
+    assert fifo.step_time_ns == pytest.approx(fifo_units(f, b, c) * UNIT_NS, abs=layers)
     least = 4 * min(elements)
     for size_bytes in (8, 64, least):
         # A slice larger than a layer would put several layers into a bucket.
-        sliced = step_ns(widths, f, b, p3(size_bytes))
+        sliced = step(widths, f, b, p3(size_bytes)).step_time_ns
         slices_ns = []
         for count in elements:
             bounds = slice_bounds(4 * count, -(-4 * count // size_bytes))
@@ -199,34 +174,35 @@ def test_a_slice_takes_what_sums_that_follow_each_other_were_measured_to_take() 
     ):
         links = replace(alone, successive={(0, 1): successive})
         expected = sliced_ns([f * UNIT_NS] * layers, [b * UNIT_NS] * layers, [[unit_ns] * 2] * layers)
-        assert step_ns(widths, [f] * layers, [b] * layers, p3(UNIT_BYTES), links) == expected
+        of = step(widths, [f] * layers, [b] * layers, p3(UNIT_BYTES), links=links)
+        assert of.step_time_ns == expected
 
 
-def window_of(
-    name: str, topology_name: str, seed: int, size_bytes: int
-) -> tuple[Strategy, TaskGraph, TaskGraph]:
-    """Return a random strategy of p3, the task graph of one step, and the window."""
-    graph, topology = GRAPHS[name], TOPOLOGIES[topology_name]
-    rng = np.random.default_rng(seed)
-    strategy = replace(random_mesh(graph, len(topology.devices), rng), synchronization=p3(size_bytes))
-    builder: TaskGraphBuilder = builder_of(graph, topology)
+Window = tuple[Strategy, TaskGraph, TaskGraph]
+
+
+def windowed(name: str, topology_name: str, strategy: Strategy) -> Window:
+    """Return a strategy, the task graph of one step, and the window."""
+    builder = builder_of(GRAPHS[name], TOPOLOGIES[topology_name])
     tasks = builder.build(strategy)
     return strategy, tasks, in_steady_state(tasks, strategy, builder)
 
 
-def pulled_window(
-    name: str, topology_name: str, seed: int, size_bytes: int
-) -> tuple[Strategy, TaskGraph, TaskGraph]:
-    """Return a random strategy of p3 that shares the updates of some weights, the graph of one step, and the window."""
-    graph, topology = GRAPHS[name], TOPOLOGIES[topology_name]
+def window_of(name: str, topology_name: str, seed: int, size_bytes: int) -> Window:
+    """Return the window of a random strategy of p3."""
     rng = np.random.default_rng(seed)
-    strategy = shared(graph, random_mesh(graph, len(topology.devices), rng), Sharding.OPTIMIZER)
+    mesh = random_mesh(GRAPHS[name], len(TOPOLOGIES[topology_name].devices), rng)
+    return windowed(name, topology_name, replace(mesh, synchronization=p3(size_bytes)))
+
+
+def pulled_window(name: str, topology_name: str, seed: int, size_bytes: int) -> Window:
+    """Return the window of a random strategy of p3 that shares the updates of some weights."""
+    graph, rng = GRAPHS[name], np.random.default_rng(seed)
+    mesh = random_mesh(graph, len(TOPOLOGIES[topology_name].devices), rng)
+    strategy = shared(graph, mesh, Sharding.OPTIMIZER)
     # Of every second strategy some weights are summed whole.
     levels = tuple(level if seed % 2 or rng.random() < 0.7 else Sharding.NONE for level in strategy.sharding)
-    strategy = replace(strategy, sharding=levels, synchronization=p3(size_bytes))
-    builder = builder_of(graph, topology)
-    tasks = builder.build(strategy)
-    return strategy, tasks, in_steady_state(tasks, strategy, builder)
+    return windowed(name, topology_name, replace(strategy, sharding=levels, synchronization=p3(size_bytes)))
 
 
 WINDOWS = {"whole updates": window_of, "shared updates": pulled_window}
@@ -315,26 +291,23 @@ def test_an_order_of_other_slices_is_refused() -> None:
 def test_buckets_of_another_size_are_those_of_the_plan(size_bytes: int) -> None:
     graph = GRAPHS["branches"]
     strategy = replace(data_parallel(graph, 3), synchronization=Synchronization(Policy.FIFO, size_bytes // 8))
-    builder = builder_of(graph, TOPOLOGIES["one node"])
-    tasks = builder.build(strategy)
+    _, tasks, window = windowed("branches", "one node", strategy)
     sums = tasks.size_bytes_T[tasks.kind_T == TaskKind.SYNCHRONIZE].tolist()
     assert sums == [bucket.size_bytes for bucket in build_plan(graph, strategy, [0] * 3).buckets]
-    assert in_steady_state(tasks, strategy, builder) is tasks
+    assert window is tasks
 
 
 # ---- pulls of shared slices
 
 
 def shared_step(widths: Sequence[int], f: Sequence[int], b: Sequence[int], size_bytes: int) -> Simulation:
-    """Simulate p3 of data parallelism with shared updates over two devices that communication does not slow."""
-    graph = chain(widths)
-    strategy = replace(
-        shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER), synchronization=p3(size_bytes)
-    )
-    return simulate(
-        graph, strategy, devices(2, contention=0.0), CostTable(ChainCosts(f, b, widths)), TRAINING,
-        links=GATHERS, local_calls=local_calls,
-    )  # fmt: skip
+    """Return a step of p3 with shared updates."""
+    return step(widths, f, b, p3(size_bytes), Sharding.OPTIMIZER)
+
+
+def gathers_ns(widths: Sequence[int], f: Sequence[int], b: Sequence[int], policy: Policy) -> int:
+    """Return what a step takes that gathers shared updates, each weight in a bucket of its own."""
+    return step(widths, f, b, Synchronization(policy, 1), Sharding.OPTIMIZER).step_time_ns
 
 
 def unrolled_ns(simulation: Simulation, strategy: Strategy, f: Sequence[int], b: Sequence[int]) -> int:
@@ -386,7 +359,7 @@ def test_pushes_and_pulls_take_what_sums_take_in_the_papers_small_cases(row: str
     widths, (f, b, _), layers, (_, _, fluid) = ROWS[row]
     taken = shared_step(widths, [f] * layers, [b] * layers, UNIT_BYTES // 4).step_time_ns
     assert fluid * UNIT_NS <= taken <= (fluid + 0.5) * UNIT_NS
-    assert taken <= gathers_ns(widths, [f] * layers, [b] * layers, Policy.TIC, 1)
+    assert taken <= gathers_ns(widths, [f] * layers, [b] * layers, Policy.TIC)
 
 
 def test_a_large_layer_behind_small_ones_is_pushed_and_pulled_while_these_compute() -> None:
@@ -448,156 +421,3 @@ def test_pulls_are_in_the_order_of_the_window_and_forwards_wait_for_them(
                 reads = any(entry.weight in graph.operators[operator].inputs for entry in bucket.entries)
                 if reads and device in bucket.devices and operator in graph.order.of_loss:
                     assert simulation.start_ns[task] >= end_ns
-
-
-# ---- late gathers
-
-
-def gathers_ns(
-    widths: Sequence[int], f: Sequence[int], b: Sequence[int], policy: Policy, bucket_bytes: int
-) -> int:
-    """Return the step of data parallelism with shared updates over two devices that communication does not slow."""
-    graph = chain(widths)
-    strategy = replace(
-        shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER),
-        synchronization=Synchronization(policy, bucket_bytes),
-    )
-    return simulate(
-        graph, strategy, devices(2, contention=0.0), CostTable(ChainCosts(f, b, widths)), TRAINING,
-        links=GATHERS, local_calls=local_calls,
-    ).step_time_ns  # fmt: skip
-
-
-# Half an all-reduce each: a unit of 16 elements takes half a millisecond.
-GATHERS = replace(
-    LINKS,
-    by_size={
-        (kind, 2): Curve.line(0.0, 0.5e-3 / UNIT_BYTES)
-        for kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER)
-    },
-)
-
-
-def late_gathers_ns(f: Sequence[int], b: Sequence[int], sent_ns: Sequence[int]) -> tuple[int, int]:
-    """A slow channel, by layers: reduce-scatters as layers are ready, then gathers; these early, and before the loss.
-
-    Of the sums that of a layer waits for that before it, and the next layer's backward for that of the one before.
-    """
-    layers = len(f)
-    compute, ends = 0, [0]
-    for layer in reversed(range(layers)):
-        # Two sums are in a device's hands at most.
-        compute = max(compute, ends[-2] if len(ends) > 1 else 0) + b[layer] * UNIT_NS
-        ends.append(max(compute, ends[-1]) + sent_ns[layer])
-    updated = max(compute, ends[-1])
-    fifo = updated + sum(sent_ns) + sum(f) * UNIT_NS
-    free, forward, awaited = updated, updated, [updated] * (layers + 2)
-    for layer in range(layers):
-        gathered = max(free, awaited[layer]) + sent_ns[layer]
-        free = gathered
-        # The gather after the next one starts once this layer's forward, and its gather, are waited for.
-        awaited[layer + 2] = max(forward, gathered)
-        forward = max(forward, gathered) + f[layer] * UNIT_NS
-    return fifo, forward
-
-
-@pytest.mark.parametrize("policy", [Policy.TIC, Policy.TAC])
-@pytest.mark.parametrize("seed", range(8))
-def test_late_gathers_take_what_a_slow_channel_takes_and_never_more_than_early_ones(
-    seed: int, policy: Policy
-) -> None:
-    rng = np.random.default_rng(seed)
-    layers = int(rng.integers(2, 7))
-    # Even widths: the two shares of a weight are equal.
-    widths = (2 * rng.choice(np.arange(2, 30), layers + 1, replace=False)).tolist()
-    f, b = (rng.integers(0, 9, layers).tolist() for _ in range(2))
-    sent_ns = [int(4 * inner * out * 0.5e-3 / UNIT_BYTES * 1e9 + 0.5) for inner, out in pairwise(widths)]
-    fifo, late = late_gathers_ns(f, b, sent_ns)
-    assert gathers_ns(widths, f, b, Policy.FIFO, 1) == fifo
-    assert gathers_ns(widths, f, b, policy, 1) == late <= fifo
-
-
-def late_window(
-    name: str, topology_name: str, seed: int, policy: Policy
-) -> tuple[Strategy, TaskGraph, TaskGraph]:
-    graph, topology = GRAPHS[name], TOPOLOGIES[topology_name]
-    rng = np.random.default_rng(seed)
-    strategy = shared(graph, random_mesh(graph, len(topology.devices), rng), Sharding.OPTIMIZER)
-    strategy = replace(strategy, synchronization=Synchronization(policy, BUCKET_BYTES))
-    builder = builder_of(graph, topology)
-    tasks = builder.build(strategy)
-    return strategy, tasks, in_steady_state(tasks, strategy, builder)
-
-
-@pytest.mark.parametrize("policy", [Policy.TIC, Policy.TAC])
-@pytest.mark.parametrize("topology_name", TOPOLOGIES)
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_window_of_late_gathers_has_the_tasks_of_a_step(
-    name: str, topology_name: str, policy: Policy
-) -> None:
-    for seed in range(3):
-        strategy, step, window = late_window(name, topology_name, seed, policy)
-        columns = [
-            sorted(zip(of.kind_T, of.subject_T, of.part_T, of.run_ns_T, of.resource_set_T, strict=True))
-            for of in (step, window)
-        ]
-        assert columns[0] == columns[1]
-        nodes = [device.node for device in TOPOLOGIES[topology_name].devices]
-        order = gather_order(window)
-        plan = build_plan(GRAPHS[name], strategy, nodes, gather_order=order)
-        assert plan.gather_order == order
-        for of in ("program", "fifo", "priority"):
-            simulation = simulate_tasks(window, of)
-            least_ns, most_ns = simulation.bounds_ns
-            assert least_ns <= simulation.step_time_ns <= most_ns
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_forward_waits_for_the_gathers_of_what_it_reads(name: str) -> None:
-    waited = 0
-    for seed in range(6):
-        strategy, _, window = late_window(name, "one node", seed, Policy.TIC)
-        plan = build_plan(GRAPHS[name], strategy, [0] * 3, gather_order=gather_order(window))
-        simulation = simulate_tasks(window)
-        gathers = window.kind_T == TaskKind.UPDATE_GATHER
-        ends_ns = dict(
-            zip(window.subject_T[gathers].tolist(), simulation.end_ns[gathers].tolist(), strict=True)
-        )
-        for task in np.flatnonzero(window.kind_T == TaskKind.FORWARD).tolist():
-            reads = GRAPHS[name].operators[int(window.subject_T[task])].inputs
-            for number, end_ns in ends_ns.items():
-                bucket = plan.buckets[number]
-                if int(window.resource_set_T[task]) in bucket.devices and any(
-                    entry.weight in reads for entry in bucket.entries
-                ):
-                    waited += 1
-                    assert simulation.start_ns[task] >= end_ns
-    assert waited
-
-
-@pytest.mark.parametrize("policy", [Policy.TIC, Policy.TAC])
-@pytest.mark.parametrize("name", GRAPHS)
-def test_with_computations_in_program_order_tic_and_tac_gather_first_what_is_read_first(
-    name: str, policy: Policy
-) -> None:
-    graph, topology = GRAPHS[name], TOPOLOGIES["one node"]
-    strategy = replace(
-        shared(graph, data_parallel(graph, 3), Sharding.OPTIMIZER), synchronization=Synchronization(policy, 8)
-    )
-    builder = builder_of(graph, topology)
-    order = gather_order(in_steady_state(builder.build(strategy), strategy, builder))
-    plan = build_plan(graph, strategy, [0] * 3, gather_order=order)
-    places = {index: place for place, index in enumerate(graph.order.of_loss)}
-    first = {weight: places[index] for index, names in plan.updated_before.items() for weight in names}
-    needed = [min(first[entry.weight] for entry in plan.buckets[number].entries) for number in order]
-    assert len(order) > 1
-    assert needed == sorted(needed)
-
-
-def test_strategies_that_share_no_update_have_nothing_to_gather() -> None:
-    graph = GRAPHS["branches"]
-    strategy = replace(data_parallel(graph, 3), synchronization=Synchronization(Policy.TIC, 64))
-    builder = builder_of(graph, TOPOLOGIES["one node"])
-    tasks = builder.build(strategy)
-    assert in_steady_state(tasks, strategy, builder) is tasks
-    assert not build_plan(graph, strategy, [0] * 3).gathers_late

@@ -28,9 +28,9 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
             # Not before: whoever asks whether there is a torch does not import it.
             sys.meta_path.remove(self)
             execute(module)
-            from tests.gpu import virtual_device, virtual_nccl
+            from tests.gpu import virtual_nccl, virtual_torch
 
-            virtual_device.install()
+            virtual_torch.install()
             virtual_nccl.install()
 
         spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
