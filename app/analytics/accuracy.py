@@ -28,6 +28,7 @@ class Accuracy:
     precision: str
     optimizer: str
     batch_norm: str
+    micro_batches: int | None
     strategies: int
     mean_error: float
     median_error: float
@@ -46,11 +47,13 @@ def accuracy_query(pairs: str) -> str:
     """Return the query over a relation with the columns of the view predicted_vs_measured: a row a network."""
     return f"""
 WITH both_known AS (
-    SELECT * FROM {pairs} WHERE predicted_s IS NOT NULL AND measured_median_s IS NOT NULL
+    SELECT * FROM {pairs}
+    JOIN (SELECT id AS strategy_id, micro_batches FROM strategies) USING (strategy_id)
+    WHERE predicted_s IS NOT NULL AND measured_median_s IS NOT NULL
 ),
 errors AS (
     SELECT model, topology, batch_size, precision, optimizer, batch_norm, graph_id, topology_id, training_id,
-           count(*) AS strategies,
+           max(micro_batches) AS micro_batches, count(*) AS strategies,
            avg(abs(relative_error)) AS mean_error, median(abs(relative_error)) AS median_error,
            quantile_cont(abs(relative_error), 0.95) AS p95_error, max(abs(relative_error)) AS worst_error,
            avg(relative_error) AS bias, median(measured_noise_s / measured_median_s) AS noise,
@@ -72,8 +75,9 @@ counted AS (
     FROM ordered
     GROUP BY graph_id, topology_id, training_id
 )
-SELECT model, topology, batch_size, precision, optimizer, batch_norm, strategies, mean_error, median_error,
-       p95_error, worst_error, bias, noise, coalesce(pairs, 0) AS pairs, coalesce(agreeing_pairs, 0) AS agreeing_pairs,
+SELECT model, topology, batch_size, precision, optimizer, batch_norm, micro_batches, strategies, mean_error,
+       median_error, p95_error, worst_error, bias, noise, coalesce(pairs, 0) AS pairs,
+       coalesce(agreeing_pairs, 0) AS agreeing_pairs,
        coalesce(opposite_pairs, 0) AS opposite_pairs,
        (agreeing_pairs - opposite_pairs)::DOUBLE / pairs AS kendall_tau, loss_of_choice,
        graph_id, topology_id, training_id

@@ -28,6 +28,7 @@ _TRAINING = {
     "batch_norm": "synchronized (statistics of the whole batch) or local (of each part)",
 }
 _SETTING = {**_MODEL, **_TOPOLOGY, **_TRAINING}
+_PARTS = {"micro_batches": "in how many parts a step goes through its batch; NULL: a strategy is damaged"}
 _SOURCE = {
     "source": "where it came from: a kind of baseline (data-parallel, megatron, ...), search or import"
 }
@@ -358,6 +359,7 @@ CATALOG: dict[str, ViewText] = {
         "how good predictions are for one graph on one topology under one training, over strategies that were run",
         {
             **_SETTING,
+            **_PARTS,
             "strategies": "strategies with a prediction and a finished run",
             "mean_error": "mean of |predicted - measured median| / measured median",
             "median_error": "median of the same",
@@ -378,12 +380,13 @@ CATALOG: dict[str, ViewText] = {
         "one graph on one topology under one training: the best that is known",
         {
             **_SETTING,
+            **_PARTS,
             "best_predicted_strategy": "digest of the feasible strategy of the lowest prediction",
             "best_predicted_s": "its predicted step",
-            "predicted_speedup": "the largest predicted speed-up over data parallelism",
+            "predicted_speedup": "the largest predicted speed-up over data parallelism in as many micro-batches",
             "best_measured_strategy": "digest of the strategy of the fastest median step",
             "best_measured_median_s": "its median step",
-            "measured_speedup": "the largest measured speed-up over data parallelism",
+            "measured_speedup": "the largest measured speed-up over it",
             "strategies": "strategies that were simulated or run",
             **_GRAPH_ID,
             **_SETTING_IDS,

@@ -239,7 +239,7 @@ WINDOW alike AS (PARTITION BY strategy.graph_id, run.topology_id, run.training_i
 
 # One row a graph, topology and training: the fastest strategy by prediction, and the one by measurement.
 _BEST_PER_MODEL = """
-SELECT model, topology, batch_size, precision, optimizer, batch_norm,
+SELECT model, topology, batch_size, precision, optimizer, batch_norm, max(micro_batches) AS micro_batches,
        arg_min(strategy, predicted_s) FILTER (feasible) AS best_predicted_strategy,
        min(predicted_s) FILTER (feasible) AS best_predicted_s,
        max(predicted_speedup) FILTER (feasible) AS predicted_speedup,
@@ -248,6 +248,7 @@ SELECT model, topology, batch_size, precision, optimizer, batch_norm,
        max(measured_speedup) AS measured_speedup,
        count(*) AS strategies, graph_id, topology_id, training_id
 FROM predicted_vs_measured
+JOIN (SELECT id AS strategy_id, micro_batches FROM strategies) USING (strategy_id)
 GROUP BY model, topology, batch_size, precision, optimizer, batch_norm, graph_id, topology_id, training_id
 """
 

@@ -162,7 +162,8 @@ def _print_rows(rows: Sequence[ComparisonRow]) -> None:
     print_lines(
         "measured: median step of the newest run; noise: what repeating moves it by;",
         "error: (predicted - measured) / measured; samples/s and speedup: predicted / measured;",
-        "speedup is over data parallelism on the same model, topology and training.",
+        f"speedup is over data parallelism {'in as many micro-batches, ' if has_parts else ''}on the same model, "
+        "topology and training.",
     )
 
 
@@ -174,6 +175,12 @@ def _training(row: ComparisonRow | Accuracy) -> str:
     """Return batch size, precision and optimizer of a row's step: "64, float32, sgd"; a batch norm if it is unusual."""
     usual = row.batch_norm == "synchronized"
     return f"{row.batch_size}, {row.precision}, {row.optimizer}{'' if usual else f', {row.batch_norm} batch norm'}"
+
+
+def _training_in_parts(row: Accuracy) -> str:
+    """Return the same, and in how many micro-batches where there are several."""
+    parts = "" if row.micro_batches in (None, 1) else f", {row.micro_batches} micro-batches"
+    return f"{_training(row)}{parts}"
 
 
 def _both(predicted: float | None, measured: float | None) -> str:
@@ -191,7 +198,7 @@ def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
             [
                 row.model,
                 row.topology,
-                _training(row),
+                _training_in_parts(row),
                 row.strategies,
                 percent(row.mean_error),
                 percent(row.median_error),

@@ -175,8 +175,13 @@ class OutputFailure(Exception):
     """Standard output cannot be written. No `OSError`: libraries would take a broken pipe for their own business."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(os.strerror(number).lower())
+        super().__init__(number)  # what a process makes it anew from that it is sent to
         self.broken_pipe = number == errno.EPIPE
+        self._reason = os.strerror(number).lower()
+
+    def __str__(self) -> str:
+        """Return the reason."""
+        return self._reason
 
 
 class _Output(io.FileIO):
@@ -196,14 +201,19 @@ def open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    watch_output()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def watch_output() -> None:
+    """Let standard output raise `OutputFailure` where it cannot be written; in a forked process once more."""
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Output(1, "w", closefd=False)),
         encoding=getattr(sys.stdout, "encoding", None) or "utf-8",
         errors="backslashreplace",
         line_buffering=os.isatty(1),
     )
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def end_children() -> None:

@@ -46,6 +46,8 @@ def query(
     """
     from app.services.database import query as querying
 
+    if views and sql is not None:
+        raise UsageError("app query: got both a query and --views, must have one of them; leave one out")
     if views:
         _print_views(as_json=as_json)
         return
@@ -63,24 +65,23 @@ def query(
 
 
 def _print(answer: Answer, file_format: str, limit: int) -> None:
-    import os
     import sys
 
     from app.analytics.formats import write_csv, write_json
+    from app.cli import ending
+    from search.parallel.fork import can_fork
 
-    try:
-        if file_format == "csv":
-            write_csv(answer, data_output())
-        elif file_format == "json":
-            write_json(answer, data_output())
-        elif answer.kind == "explain":
-            _print_plan(answer)
-        else:
-            _print_table(answer, limit)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever reads has seen enough; Python would complain once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if can_fork():
+        ending.watch_output()  # of the query's own process
+    if file_format == "csv":
+        write_csv(answer, data_output())
+    elif file_format == "json":
+        write_json(answer, data_output())
+    elif answer.kind == "explain":
+        _print_plan(answer)
+    else:
+        _print_table(answer, limit)
+    sys.stdout.flush()
 
 
 def _print_plan(answer: Answer) -> None:

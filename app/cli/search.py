@@ -299,7 +299,16 @@ def search(
     else:
         _show(report, as_json=as_json)
     if topology == "local" and not as_json:
-        _print_next(report, network, {"--gpus": gpus, "--device": device, "--devices": devices})
+        chosen = {
+            "--optimizer": optimizer if optimizer != "sgd" else None,
+            "--batch-norm": batch_norm if batch_norm != "synchronized" else None,
+            "--gpus": gpus,
+            "--device": device,
+            "--devices": devices,
+            # A URL may hold a password.
+            "--database": database if database is not None and "://" not in database else None,
+        }
+        _print_next(report, network, chosen)
 
 
 def _micro_batches(text: str) -> int | None:
@@ -395,6 +404,7 @@ def _show_joint(searches: SubstitutionSearches, *, as_json: bool) -> None:
 
 def _print_next(report: SearchReport, model: ModelRequest, chosen: Mapping[str, object]) -> None:
     """Print the command that runs the best strategy."""
+    import shlex
 
     differing = [
         ("--preset", model.preset if model.preset != "paper" else None),
@@ -405,7 +415,7 @@ def _print_next(report: SearchReport, model: ModelRequest, chosen: Mapping[str, 
     words = [
         "app run --model",
         model.name,
-        *(f"{name} {value}" for name, value in differing if value is not None),
+        *(f"{name} {shlex.quote(str(value))}" for name, value in differing if value is not None),
     ]
     print_lines("run it: " + " ".join([*words, f"--strategy {report.best.digest[:12]}"]))
 
@@ -487,8 +497,14 @@ def _print(report: SearchReport) -> None:
     if report.unconfirmed:
         print_lines("not confirmed: interrupted while its costs were measured again")
     if report.bound is not None and report.gap is not None:
+        by_costs = (
+            ""
+            if report.searched_step_time_s == report.best.step_time_s
+            else f" by the costs of the search, which found {milliseconds(report.searched_step_time_s)}"
+        )
         print_lines(
-            f"at most {percent(report.gap)} above the best possible: lower bound {milliseconds(report.bound.seconds)} "
+            f"at most {percent(report.gap)} above the best possible{by_costs}: lower bound "
+            f"{milliseconds(report.bound.seconds)} "
             f"({report.bound.kind}{'' if report.bound.whole else ', some operators counted as nothing'})"
         )
     print_lines(

@@ -163,8 +163,9 @@ def export_strategy(
 
     target = file or output
     if target is None or (file is not None and output is not None):
+        named = "no file" if target is None else "both FILE and --output"
         raise UsageError(
-            "strategy export: needs a file to write, must be given one; name it as FILE or --output"
+            f"strategy export: got {named}, must have one file to write; name it as FILE or --output"
         )
     name_own_model(model)
     exported = exporting.export_strategy(database, strategy, target, file_format, check=check)

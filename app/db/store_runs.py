@@ -141,7 +141,8 @@ class RunStore(StorePart):
         record = self._first(SearchRecord, id=search_id)
         if record is None:
             raise UsageError(
-                f"search {search_id}: is not in database {self.database.name}, must be; list them by: app db status"
+                f"search {search_id}: is not in database {self.database.name}, must be; list them by: "
+                'app query "FROM searches"'
             )
         return record
 
@@ -301,7 +302,10 @@ class RunStore(StorePart):
         """
         record = self._first(ExecutionRecord, id=execution_id)
         if record is None:
-            raise DatabaseError(f"execution {execution_id}: is not in database {self.database.name}, must be")
+            raise DatabaseError(
+                f"execution {execution_id}: is not in database {self.database.name}, must be; list them by: "
+                'app query "FROM executions"'
+            )
         return record
 
     def executions(self, *, strategy_id: int | None = None, limit: int = 100) -> list[ExecutionRecord]:

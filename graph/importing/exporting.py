@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, _trace
 from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -77,11 +77,14 @@ def _quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
+    # Where it fails it also prints the graph so far, which nothing switches off.
+    vars(_trace)["print"] = lambda *_, **__: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        vars(_trace).pop("print", None)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 

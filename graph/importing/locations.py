@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 _TORCH = Path(torch.__file__).parent
-_OURS = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(_ROOT / package for package in ("app", "graph", "profiler", "runtime", "search"))
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -55,4 +56,4 @@ def _is_foreign(path: Path) -> bool:
 
 def _is_ours(path: Path) -> bool:
     # A network of the zoo stands for a user's.
-    return _OURS in path.parents and _OURS / "zoo" not in path.parents
+    return any(package in path.parents for package in _OURS) and _ROOT / "graph" / "zoo" not in path.parents

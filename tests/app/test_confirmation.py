@@ -114,6 +114,8 @@ def test_a_winner_of_costs_that_are_too_low_does_not_hold_and_the_search_goes_on
     assert rows == [(best["predicted_step_time_s"],)]
     assert len(searches) > 1
     assert set(searches) == {("finished",)}
+    # The bound is below what it was compared with, though that is not what is reported.
+    assert outcome.document["lower_bound_s"] <= outcome.document["searched_step_time_s"]
     # It goes on from what was compared.
     assert {start["digest"] for start in outcome.document["known"]} & {
         step["digest"] for of_search in outcome.document["confirmations"] for step in of_search["steps"]

@@ -353,6 +353,17 @@ def test_a_view_in_place_of_a_table_does_not_run(command: Command, copy: Path) -
         assert "has a view strategies, which is none of Soapstone's" in outcome.errors
 
 
+def test_of_a_file_that_lost_its_list_of_tables_it_is_said_that_nothing_can_be_saved(
+    command: Command, copy: Path
+) -> None:
+    copy.write_bytes(copy.read_bytes()[:4096])  # the first page: the list's root, but none of its leaves
+    assert is_one_line(command("strategy", "list"))
+    checked = command("db", "check")
+    assert (checked.code, checked.output) == (1, ""), checked
+    assert "its list of tables cannot be read" in checked.errors
+    assert "restore a copy" in checked.errors
+
+
 def test_of_two_repairs_into_one_database_one_is_refused(sound: Path, database_url: str) -> None:
     words = (sys.executable, "-m", "app", "db", "check", "--database", str(sound), "--repair", database_url)
     repairs = [

@@ -59,10 +59,18 @@ def test_a_profiler_sees_the_end(tmp_path: Path) -> None:
     assert any(name == "command" for _, _, name in pstats.Stats(str(profile)).stats)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("form", [("--json",), ()])
-def test_where_nobody_reads_on_the_command_ends_as_others_do(form: tuple[str, ...]) -> None:
+TOPOLOGY = ("topology", "show", "p100-cluster")
+# In a process of its own.
+QUERY = ("query", "SELECT * FROM device_kinds")
+
+
+@pytest.mark.parametrize(
+    "arguments", [(*TOPOLOGY, "--json"), TOPOLOGY, (*QUERY, "--json"), (*QUERY, "--format", "csv"), QUERY]
+)
+@pytest.mark.usefixtures("database")
+def test_where_nobody_reads_on_the_command_ends_as_others_do(arguments: tuple[str, ...]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "app", "topology", "show", "p100-cluster", *form],
+        [sys.executable, "-m", "app", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -76,7 +84,11 @@ def test_where_nobody_reads_on_the_command_ends_as_others_do(form: tuple[str, ..
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("arguments", [("topology", "list"), ("topology", "list", "--json"), ("--help",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("topology", "list"), ("topology", "list", "--json"), ("--help",), QUERY, (*QUERY, "--format", "csv")],
+)
+@pytest.mark.usefixtures("database")
 def test_a_full_disk_behind_standard_output_is_said_in_a_line(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -193,7 +193,9 @@ def test_json_is_the_default_and_either_way_to_name_the_file_works(
 def test_mistakes_are_one_line(command: Command, mine: dict[str, str], tmp_path: Path) -> None:
     expert = mine["expert"]
     assert_one_line(command("strategy", "export", expert), "--output")
-    assert_one_line(command("strategy", "export", expert, "a.json", "--output", "b.json"), "--output")
+    assert_one_line(
+        command("strategy", "export", expert, "a.json", "--output", "b.json"), "both FILE and --output"
+    )
     assert_one_line(command("strategy", "export", expert, "a.json", "--format", "yaml"), "yaml", "dtensor")
     assert_one_line(command("strategy", "export", expert, "a.json", "--check"), "--check", "--format dtensor")
     assert_one_line(command("strategy", "export", expert, "no/folder/a.json"), "no/folder/a.json")

@@ -61,7 +61,9 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("db", "status", "--database", "mysql://x/y"), ("mysql",)),
         (("frobnicate",), ("frobnicate", "app --help")),
         (("search",), ("--model", "app search --help")),
-        (("search", "--resume", "99"), ("search 99", "must be")),
+        (("search", "--resume", "99"), ("search 99", "must be", 'app query "FROM searches"')),
+        (("compare", "--execution", "99"), ("execution 99", "must be", 'app query "FROM executions"')),
+        (("query", "FROM searches", "--views"), ("--views", "leave one out")),
         (("search", "--resume", "1", "--seed", "3"), ("--seed", "--resume", "leave it out")),
         (("search", *SMALL, "--fresh", "--start", "1"), ("--fresh", "--start")),
         (("strategy", "rebuild", "99"), ("search 99", "must be")),
@@ -194,6 +196,14 @@ def no_module():
     return 3, (torch.randn(6, 4),), {}
 
 
+def no_keywords():
+    return good()[:2]
+
+
+def asks(size):
+    return good(size)
+
+
 def leaves():
     raise SystemExit(3)
 """
@@ -227,7 +237,10 @@ def test_what_a_users_module_prints_is_no_part_of_the_document(
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("users_own:no_module", ("(module, args, kwargs)",)),
+        ("users_own:no_module", ("returned (int, tuple, dict)", "(module, args, kwargs)")),
+        ("users_own:no_keywords", ("returned (Mine, tuple)", "(module, args, kwargs)")),
+        # Where it is called is no place to look at.
+        ("users_own:asks", ("its factory failed (TypeError", "size")),
         ("users_own:leaves", ("SystemExit",)),
         ("users_broken:factory", ("ZeroDivisionError", "users_broken")),
         ("users_script:factory", ("SystemExit", "users_script")),

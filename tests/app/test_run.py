@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import shlex
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -158,3 +161,22 @@ def test_a_run_past_its_limit_is_given_up_and_stored(command: Command, database:
     assert done.errors.splitlines()[-1] == f"error: {line}"
     assert set(multiprocessing.active_children()) <= set(before)
     assert executions(database) == [("failed", line, False)]
+
+
+def test_the_line_that_a_search_prints_runs_what_was_found(
+    command: Command, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(database, "its own.sqlite")
+    searched = command(
+        "search", "--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2", "--proposals", "20",
+        "--optimizer", "momentum", "--batch-norm", "local", "--database", "its own.sqlite", "--no-confirm",
+    )  # fmt: skip
+    assert searched.code == 0, searched
+    line = searched.output.splitlines()[-1].removeprefix("run it: app ")
+    ran = command(*shlex.split(line), "--iterations", "2", "--json")
+    assert ran.code == 0, ran
+    with sqlite3.connect("its own.sqlite") as connection:
+        trainings = connection.execute("SELECT document FROM trainings").fetchall()
+    (document,) = (json.loads(text) for (text,) in trainings)
+    assert (document["optimizer"], document["batch_norm"]) == ("momentum", "local")

@@ -407,7 +407,7 @@ READ = rf"torch\.export fails at {HERE}: a Python value is read out of a tensor 
         ),
     ],
 )
-def test_failures_are_one_line(function: Any, message: str) -> None:
+def test_failures_are_one_line(function: Any, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     head = nn.Linear(3, 2)
     # As somebody does who wants to tie a weight.
     again = nn.Parameter(head.weight)
@@ -418,6 +418,7 @@ def test_failures_are_one_line(function: Any, message: str) -> None:
     assert str(caught.value).startswith("model broken: ")
     # Nothing of the exporter's is chained to it, and printed below it in the user's own script.
     assert caught.value.__context__ is None or caught.value.__suppress_context__
+    assert capfd.readouterr() == ("", "")
 
 
 class _MakesTensors(nn.Module):

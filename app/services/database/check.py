@@ -32,7 +32,7 @@ from app.db.validation import Fault, values_of
 from app.services.stored import strategy_in, topology_of
 from app.services.timeline.store import read_file
 from app.services.trace.recorder import groups_of, snapshots_of
-from graph.errors import DamagedDataError, DatabaseError, SoapstoneError, UsageError
+from graph.errors import DamagedDataError, DatabaseError, DatabaseFailure, SoapstoneError, UsageError
 from graph.texts import shown
 
 Row = dict[str, Any]
@@ -194,8 +194,11 @@ class _Check:
         column = "name" if self._source.is_sqlite else "tablename"
         try:
             names = {row[column] for row in self._source.all(sa.text(f"SELECT {column} FROM {catalog}"))}
-        except LostRow:
-            return False
+        except LostRow as lost:
+            raise DatabaseFailure(
+                f"database {self._found.name}: its list of tables cannot be read ({lost.reason}), must be for anything "
+                "to be saved; restore a copy of it"
+            ) from None
         return not names.isdisjoint(KINDS)
 
     def _damaged(

@@ -341,8 +341,18 @@ def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None
         and isinstance(built[1], tuple)
         and isinstance(built[2], dict)
     ):
-        raise ImportFailure(f"model {name}: its factory returned no (module, args, kwargs), must; correct it")
+        raise ImportFailure(
+            f"model {name}: its factory returned {_kinds(built)}, must return (module, args, kwargs), of which args is "
+            "a tuple and kwargs a dict; correct it"
+        )
     return built
+
+
+def _kinds(value: object) -> str:
+    """Return the name of a value's class, of a tuple those of its items."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__
 
 
 def _takes_batch_size(factory: Callable[..., Any]) -> bool:

@@ -115,12 +115,16 @@ class SearchReport:
         return statistics.median(self.estimate_errors) if self.estimate_errors else None
 
     @property
+    def searched_step_time_s(self) -> float:
+        """The best strategy's step by the costs of the search, which the lower bound rests on."""
+        return self.best.step_time_s if self.searched_s is None else self.searched_s
+
+    @property
     def gap(self) -> float | None:
         """The largest share by which the best strategy may be above the optimum; None without a lower bound."""
         if self.bound is None or not self.bound.time_ns:
             return None
-        # The bound rests on the costs of the search.
-        return self.bound.gap(self.best.step_time_s if self.searched_s is None else self.searched_s)
+        return self.bound.gap(self.searched_step_time_s)
 
     @property
     def best_baseline(self) -> Prediction:
@@ -152,6 +156,7 @@ class SearchReport:
             "lower_bound_s": self.bound.seconds if self.bound is not None else None,
             "lower_bound_by": self.bound.kind if self.bound is not None else None,
             "gap": self.gap,
+            "searched_step_time_s": self.searched_step_time_s,
             "estimated_costs": len(self.estimate_errors),
             "estimate_error": self.estimate_error,
             "cost_environments": [dict(environment) for environment in self.cost_environments],

@@ -55,7 +55,7 @@ def test_accuracy_equals_a_slow_count_over_all_pairs(store: Store, seed: int) ->
     chosen = next(m for p, m, _ in drawn if p == lowest)
 
     (found,) = compare(store.database).accuracy
-    assert (found.strategies, found.pairs) == (14, pairs)
+    assert (found.micro_batches, found.strategies, found.pairs) == (1, 14, pairs)
     assert (found.agreeing_pairs, found.opposite_pairs) == (agreeing, opposite)
     assert found.kendall_tau == pytest.approx((agreeing - opposite) / pairs)
     absolute = np.abs(errors)

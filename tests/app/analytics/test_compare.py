@@ -259,11 +259,12 @@ def test_rows_come_from_the_fastest_to_those_that_were_not_measured(store: Store
 def test_best_per_model_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
     with connect(store.database) as connection:
         rows = connection.execute(
-            "SELECT model, topology, batch_size, best_predicted_strategy, best_predicted_s, predicted_speedup,"
+            "SELECT model, topology, batch_size, micro_batches, best_predicted_strategy, best_predicted_s,"
+            " predicted_speedup,"
             " best_measured_strategy, best_measured_median_s, measured_speedup, strategies FROM best_per_model"
         ).fetchall()
     best = samples.strategy(scene.graph_id, 2).digest
-    assert rows == [("inception", "local", 8, best, 1.0, 2.0, best, 0.8, 3.125, 4)]
+    assert rows == [("inception", "local", 8, 1, best, 1.0, 2.0, best, 0.8, 3.125, 4)]
 
 
 def test_a_name_that_is_no_text_is_that_of_no_model(store: Store, scene: Scene) -> None:

@@ -284,7 +284,7 @@ def test_a_query_ends_with_its_command(
         assert errors == "interrupted\n"
 
 
-def test_reader_that_leaves_early_is_no_error(filled: Path) -> None:
+def test_a_reader_that_leaves_early_ends_the_query_as_other_commands(filled: Path) -> None:
     process = start("SELECT * FROM range(10000000)", "--format", "csv")
     assert process.stdout is not None
     assert process.stderr is not None
@@ -292,4 +292,4 @@ def test_reader_that_leaves_early_is_no_error(filled: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
