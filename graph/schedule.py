@@ -262,7 +262,7 @@ def check_micro_batches(
             "give one number a stage"
         )
     renewed = {buffer for buffer, _ in graph.buffer_updates}
-    for index in graph.order.of_loss:
+    for index in graph.order.of_loss if renewed else ():
         for name in graph.operators[index].inputs:
             if name in renewed:
                 raise StrategyError(

@@ -60,6 +60,8 @@ def check_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Kind:
         statements = connection.extract_statements(sql)
     except (duckdb.Error, UnicodeError) as error:
         raise UsageError(f"query: {_reason(error)}; correct it") from None
+    if not statements:
+        raise UsageError("query: is empty, must be one SELECT; see the views by: app query --views")
     if len(statements) != 1:
         if any(not statement.query for statement in statements):
             raise UsageError(

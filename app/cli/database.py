@@ -122,7 +122,10 @@ def check_database(
 
 def _print_findings(findings: Findings, saved: Repaired | None) -> None:
     shown = findings.damages[:_MOST_SHOWN]
-    print_lines(*(f"{findings.name}: {damage}" for damage in shown))
+    # That of the database's own file names it.
+    print_lines(
+        *(str(damage) if damage.file == findings.name else f"{findings.name}: {damage}" for damage in shown)
+    )
     if len(findings.damages) > len(shown):
         print_lines(f"... and {len(findings.damages) - len(shown)} more; --json lists all")
     print_lines(*(f"{path}: belongs to nothing that is stored, is not looked at" for path in findings.strays))

@@ -177,13 +177,14 @@ def _of_least_sum(table: StageTable, most_stages: int, bound_ns: float) -> Divis
 
 
 class _Runs:
-    """What a micro-batch takes in runs of segments of a table, infinite in those that exceed a bound or the memory."""
+    """What a micro-batch takes in runs of segments of a table and between them; infinite beyond bound or memory."""
 
     def __init__(self, table: StageTable, bound_ns: float) -> None:
         self.table = table
         self.bound_ns = bound_ns
         # Many options have the same costs, and many numbers of stages as many micro-batches in flight.
         self._micro_ns: dict[tuple[int, int, int], Array] = {}
+        self._transfer_ns: dict[tuple[int, int], Array] = {}
 
     def micro_ns_BB(self, option: StageOption, in_flight: int) -> Array:  # noqa: N802 - the shape suffix
         """Return the nanoseconds of a run by where it begins (rows) and ends."""
@@ -195,13 +196,27 @@ class _Runs:
             self._micro_ns[key] = np.where(np.triu(fits, 1), micro, inf)
         return self._micro_ns[key]
 
+    def transfer_ns_OB(self, device: int, before: int) -> Array:  # noqa: N802 - the shape suffix
+        """Return the nanoseconds of a transfer to each option of a stage that begins with a device.
+
+        before: the number of the option of the stage before.
+        """
+        key = device, before
+        if key not in self._transfer_ns:
+            options = range(len(self.table.options[device]))
+            transfers = np.stack([self.table.transfer_ns_B[device, before, option] for option in options])
+            is_within = (self.table.micro_batches - 1) * transfers < self.bound_ns
+            self._transfer_ns[key] = np.where(is_within, transfers, inf)
+        return self._transfer_ns[key]
+
 
 def _suffixes(
     runs: _Runs, later: Mapping[tuple[int, int], _Suffixes], stages: int, device: int
 ) -> _Suffixes | None:
     """Return the least sums of so many stages from a device on; None where there are none."""
-    table, bound_ns = runs.table, runs.bound_ns
+    table = runs.table
     options, boundaries = table.options[device], table.segments + 1
+    every = np.arange(boundaries)
     sum_ns = np.full((len(options), boundaries), inf)
     end, following = (np.zeros((len(options), boundaries), np.int64) for _ in range(2))
     for number, option in enumerate(options):
@@ -211,18 +226,14 @@ def _suffixes(
             if next_device == len(table.options):
                 ahead[-1] = 0
         elif (stages - 1, next_device) in later:
-            rest = later[stages - 1, next_device].sum_ns_OB
-            transfers = np.stack(
-                [table.transfer_ns_B[next_device, number, after] for after in range(len(rest))]
-            )
-            sums = np.where((table.micro_batches - 1) * transfers < bound_ns, rest + transfers, inf)
+            sums = later[stages - 1, next_device].sum_ns_OB + runs.transfer_ns_OB(next_device, number)
             following[number] = sums.argmin(axis=0)
-            ahead = sums.min(axis=0)
+            ahead = sums[following[number], every]
         if not (ahead < inf).any():
             continue
         sums = runs.micro_ns_BB(option, table.in_flight(stages)) + ahead
         end[number] = sums.argmin(axis=1)
-        sum_ns[number] = sums[np.arange(boundaries), end[number]]
+        sum_ns[number] = sums[every, end[number]]
     return _Suffixes(sum_ns, end, following) if (sum_ns < inf).any() else None
 
 

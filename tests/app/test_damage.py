@@ -147,6 +147,8 @@ def test_flipped_bits_are_one_line_and_the_rest_is_saved(
     found = check_saved(command, copy, tmp_path_factory.mktemp("saved") / "new.sqlite")
     assert found["damages"] or not seed % 2
     assert found["saved"]["rows"].get("op_costs", 0) > 0 or found["damages"]
+    lines = command("db", "check", "--database", str(copy)).output.splitlines()
+    assert all(line.count(copy.name) == 1 for line in lines if line.startswith(str(copy))), lines
     for arguments in READING:
         outcome = command(*arguments)
         assert outcome.code == 0 or is_one_line(outcome), (arguments, outcome)

@@ -101,15 +101,16 @@ def requested_model(
     """Return the model that a command's options mean, looked for in the current folder as well: the user trusts it.
 
     Raises:
-        UsageError: there is no such precision, the batch is beyond all memory, or micro-batches do not divide it.
+        UsageError: there is no such precision, the batch is empty or beyond all memory, or micro-batches do not divide
+            it.
     """
     if precision not in PRECISIONS:
         raise UsageError(
             f"--precision: is {precision}, must be one of {', '.join(PRECISIONS)}; choose one of them"
         )
-    if batch_size is not None and batch_size > LARGEST_BATCH:
+    if batch_size is not None and not 1 <= batch_size <= LARGEST_BATCH:
         raise UsageError(
-            f"--batch-size: is {shown(batch_size)}, must be at most {LARGEST_BATCH}; choose another"
+            f"--batch-size: is {shown(batch_size)}, must be from 1 to {LARGEST_BATCH}; choose another"
         )
     request = ModelRequest(name, preset, batch_size, str(Path.cwd()), precision)
     if not request.is_zoo:

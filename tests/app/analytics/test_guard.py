@@ -171,7 +171,7 @@ def test_lock_alone_stops_all_but_what_the_scanners_open_by_themselves(store: St
 def test_refusals_say_what_to_do() -> None:
     connection = duckdb.connect()
     for sql, message in {
-        "": "is 0 statements, must be one SELECT",
+        "": "is empty, must be one SELECT",
         "SELECT 1; SELECT 2": "is 2 statements, must be one SELECT",
         "PIVOT graphs ON model; SELECT 2": "is 2 statements, must be one SELECT",
         "PIVOT graphs ON model IN (SELECT 'x')": "list its values by IN",
