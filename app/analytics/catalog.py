@@ -28,7 +28,9 @@ _TRAINING = {
     "batch_norm": "synchronized (statistics of the whole batch) or local (of each part)",
 }
 _SETTING = {**_MODEL, **_TOPOLOGY, **_TRAINING}
-_PARTS = {"micro_batches": "in how many parts a step goes through its batch; NULL: a strategy is damaged"}
+_PARTS = {
+    "micro_batches": "in how many parts a step goes through its batch; NULL: all strategies are damaged"
+}
 _SOURCE = {
     "source": "where it came from: a kind of baseline (data-parallel, megatron, ...), search or import"
 }
@@ -386,7 +388,7 @@ CATALOG: dict[str, ViewText] = {
             "predicted_speedup": "the largest predicted speed-up over data parallelism in as many micro-batches",
             "best_measured_strategy": "digest of the strategy of the fastest median step",
             "best_measured_median_s": "its median step",
-            "measured_speedup": "the largest measured speed-up over it",
+            "measured_speedup": "the largest measured speed-up over data parallelism in as many micro-batches",
             "strategies": "strategies that were simulated or run",
             **_GRAPH_ID,
             **_SETTING_IDS,

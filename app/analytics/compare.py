@@ -128,7 +128,8 @@ def compare(
             count = connection.execute("SELECT count(*) FROM searches WHERE id = ?", [search]).fetchone()
             if count == (0,):
                 raise UsageError(
-                    f"search {search}: is not in database {database.name}, must be; search first"
+                    f"search {search}: is not in database {database.name}, must be; list them by: "
+                    'app query "FROM searches"'
                 )
         parameters = {"model": as_text(model), "topology": as_text(topology), "search": search}
         rows = connection.execute(_ROWS, parameters).fetchall()

@@ -178,7 +178,7 @@ def _training(row: ComparisonRow | Accuracy) -> str:
 
 
 def _training_in_parts(row: Accuracy) -> str:
-    """Return the same, and in how many micro-batches where there are several."""
+    """Return a row's training in words, and its number of micro-batches where there are several."""
     parts = "" if row.micro_batches in (None, 1) else f", {row.micro_batches} micro-batches"
     return f"{_training(row)}{parts}"
 

@@ -175,7 +175,7 @@ class OutputFailure(Exception):
     """Standard output cannot be written. No `OSError`: libraries would take a broken pipe for their own business."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)  # what a process makes it anew from that it is sent to
+        super().__init__(number)  # a process that it is sent to calls the class with this
         self.broken_pipe = number == errno.EPIPE
         self._reason = os.strerror(number).lower()
 

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 from app.cli import ending
@@ -52,7 +52,8 @@ def _invoke() -> int:
     misuse: type[Exception] = typer.BadParameter.__bases__[0]
     try:
         # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
-        with rare_collection():  # what a command imports stays
+        # What a command imports stays. Ranks run steps as those do that a launcher starts, by the usual thresholds.
+        with nullcontext() if ending.is_rank() else rare_collection():
             code = application(standalone_mode=False)
     except misuse as error:
         return _refuse(error)

@@ -306,7 +306,7 @@ def search(
             "--device": device,
             "--devices": devices,
             # A URL may hold a password.
-            "--database": database if database is not None and "://" not in database else None,
+            "--database": "URL" if database is not None and "://" in database else database,
         }
         _print_next(report, network, chosen)
 

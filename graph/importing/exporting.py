@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -78,13 +79,12 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     # Where it fails it also prints the graph so far, which nothing switches off.
-    vars(_trace)["print"] = lambda *_, **__: None
+    unsaid = mock.patch.object(_trace, "print", lambda *_, **__: None, create=True)  # noqa: PT008  # keeps no arguments
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), unsaid:
             warnings.simplefilter("ignore")
             yield
     finally:
-        vars(_trace).pop("print", None)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 

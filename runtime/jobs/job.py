@@ -105,8 +105,8 @@ class JobResult:
     gradients, weights, buffers: whole tensors, where asked for.
     recorded: the timelines of the recorded steps. communications: those of each, where asked for.
     lost_s: for each measured iteration, the seconds that each rank lost to other processes; None: not counted.
-    reference_s: what the reference kernel took between the measured steps (`profiler.reference`), the mean over the
-        ranks; None on GPUs, and without any.
+    reference_s: what the reference kernel took between the measured steps and behind them (`profiler.reference`), of
+        steps in succession before and behind all; the mean over the ranks; None on GPUs, and without any.
     """
 
     step_times_s: tuple[float, ...]

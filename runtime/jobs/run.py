@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 class _Steps:
     """Seconds of the measured steps on this rank, and those lost to other processes; of every step the loss.
 
-    reference_s: what the reference kernel took before, between (of steps apart) and behind them; None on GPUs.
+    reference_s: what the reference kernel took between and behind them, of steps in succession before and behind all of
+        them; None on GPUs.
     ends_s: of steps in succession, when the first one began and each one ended, since a barrier of all ranks.
     """
 
@@ -125,10 +126,13 @@ class JobRun:
     def _measured_steps(self) -> _Steps:
         """Execute the steps, on a CPU core between samples of its speed if any of them is measured."""
         kernel = ReferenceKernel() if self._device.type == "cpu" and self._job.iterations else None
-        if kernel is not None:
-            kernel.sample()
-        # Between two steps in succession a sample would hide the first one's sums.
-        steps = self._steps_in_succession() if self._executor.in_succession else self._steps_apart(kernel)
+        if self._executor.in_succession:
+            # Between two of these steps a sample would hide the first one's sums.
+            if kernel is not None:
+                kernel.sample()
+            steps = self._steps_in_succession()
+        else:
+            steps = self._steps_apart(kernel)
         if kernel is not None:
             kernel.sample()
             steps.reference_s = kernel.recent_s(math.inf)

@@ -1,20 +1,18 @@
 """The tasks of a step in micro-batches, as copies of those of one, and what they wait for.
 
 What waits for what, and why, is in `search.simulate.micro_batches`. Shape letters here: T tasks of one micro-batch, M
-micro-batches, N tasks of the step, K runs of tasks, E dependencies, B buckets.
+micro-batches, N tasks of the step, K runs of tasks, E dependencies, B buckets, D devices, P pairs of a sum and one of
+its devices.
 """
 
 from __future__ import annotations
 
 from search.kernels.cache import inner, quick_entry
 from search.kernels.records import (
-    BACKWARD,
     BACKWARD_GATHER,
-    FORWARD,
     FORWARD_GATHER,
-    RECOMPUTE,
+    ISSUED,
     SYNCHRONIZE,
-    WEIGHT,
     Array,
     LatestTasks,
     ResourceSets,
@@ -85,7 +83,7 @@ def await_tasks(
         if resource_set < len(latest.computation_D):
             count = await_on_device(resource_set, task, latest, waits, count)
             latest.launched_ns_D[resource_set] += launch_ns_T[source]
-            if kind in (FORWARD, BACKWARD, RECOMPUTE, WEIGHT):
+            if kind in ISSUED:
                 waits.launched_ns[task] = latest.launched_ns_D[resource_set]
         elif kind in (FORWARD_GATHER, BACKWARD_GATHER):
             for end in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):

@@ -14,6 +14,8 @@ FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UP
 COLLECTIVE, GRADIENT_COLLECTIVE, BUFFER_COLLECTIVE = range(7, 10)
 FORWARD_GATHER, BACKWARD_GATHER, UPDATE_GATHER = range(10, 13)
 RECOMPUTE, WEIGHT = 13, 14
+# What hosts issue: computations but for updates.
+ISSUED = FORWARD, BACKWARD, RECOMPUTE, WEIGHT
 # Codes of `graph.schedule.Phase`, in its order.
 FORWARD_UNIT, BACKWARD_UNIT, WEIGHT_UNIT = range(3)
 # Codes of `graph.strategy.Sharding`, in its order.
@@ -165,7 +167,7 @@ class StepCopies(NamedTuple):
 
 
 class LatestTasks(NamedTuple):
-    """What devices were at last, while the tasks of a step are gone through; -1: nothing."""
+    """The latest tasks of every device while the tasks of a step are gone through, by number; -1: none yet."""
 
     computation_D: Array
     launched_ns_D: Array  # when its host has issued that; 0 at first
@@ -175,7 +177,7 @@ class LatestTasks(NamedTuple):
 
 
 class StepWaits(NamedTuple):
-    """What each task of a step waits for, and when its host has issued it."""
+    """The dependencies of a step's tasks as a CSR pair, and when hosts have issued the tasks, in ns."""
 
     pred_ptr: Array
     pred: Array

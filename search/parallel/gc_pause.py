@@ -12,7 +12,7 @@ _RARE = 50_000, 100, 1_000
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Collect garbage rarely, where most objects stay: imports, exports, compiled kernels.
+    """Collect garbage rarely, where most objects stay: commands, exports, compiled kernels.
 
     By the usual thresholds collections take a seventh of the time; without any, compiling takes 0.2 GB more.
     """

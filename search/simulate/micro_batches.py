@@ -61,11 +61,11 @@ from search.kernels.records import (
     BUFFER_TRANSFER,
     FORWARD,
     FORWARD_GATHER,
+    ISSUED,
     RECOMPUTE,
     SYNCHRONIZE,
     UPDATE,
     UPDATE_GATHER,
-    WEIGHT,
     Array,
     LatestTasks,
     ResourceSets,
@@ -76,7 +76,6 @@ from search.kernels.records import (
 from search.simulate.weight_parts import PartCosts, with_weight_parts
 
 _PHASES = tuple(Phase)
-_ISSUED = (FORWARD, BACKWARD, RECOMPUTE, WEIGHT)
 OF_ALL = -1
 """Stands for the micro-batch of a task that is of all of them: a sum of gradients, an update, a gather."""
 
@@ -450,7 +449,7 @@ def _launches(tasks: Tasks, device_count: int) -> Array:
     launch_ns_T = np.zeros(len(tasks.kind), np.int64)
     if not tasks.launched_ns.any():
         return launch_ns_T
-    is_issued_T = np.isin(tasks.kind, _ISSUED)
+    is_issued_T = np.isin(tasks.kind, ISSUED)
     # Than it is with the one before it on its device.
     once = _by_device(np.where(is_issued_T, tasks.resource_set, device_count), device_count)
     launch_ns_T[once] = np.diff(tasks.launched_ns[once], prepend=0)

@@ -246,7 +246,7 @@ def test_what_a_users_module_prints_is_no_part_of_the_document(
         ("users_own:no_module", ("returned (int, tuple, dict)", "(module, args, kwargs)")),
         ("users_own:no_keywords", ("returned (Mine, tuple)", "(module, args, kwargs)")),
         # Where it is called is no place to look at.
-        ("users_own:asks", ("its factory failed (TypeError", "size")),
+        ("users_own:asks", (": its factory failed (TypeError", "size")),
         ("users_own:leaves", ("SystemExit",)),
         ("users_broken:factory", ("ZeroDivisionError", "users_broken")),
         ("users_script:factory", ("SystemExit", "users_script")),
