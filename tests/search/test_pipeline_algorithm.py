@@ -127,9 +127,13 @@ def test_one_seed_gives_one_result_and_keeps_to_its_budget() -> None:
     assert pipeline(posed, most=7, seed=5).simulated == 7
 
 
+@pytest.mark.parametrize("memory_bytes", [1 << 40, 4000])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_every_strategy_that_is_tried_is_legal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    posed, tried = problem(GRAPHS[name], 4), list[Strategy]()
+def test_every_strategy_that_is_tried_is_legal(
+    name: str, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posed = replace(problem(GRAPHS[name], 4, memory_bytes=memory_bytes), shares_weights=True)
+    tried: list[Strategy] = []
     strategy_of = Stagings.strategy
 
     def noted(stagings: Stagings, staging: Staging) -> Strategy | None:
@@ -141,6 +145,7 @@ def test_every_strategy_that_is_tried_is_legal(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Stagings, "strategy", noted)
     pipeline(posed, most=300, seed=4)
     assert len({strategy.digest for strategy in tried}) > 100
+    assert any(Sharding.PARAMETERS in strategy.sharding for strategy in tried)
     for strategy in tried:
         strategy.validate(posed.graph, posed.device_count)
 
