@@ -7,13 +7,14 @@ in these namespaces: nothing of the machine's own network changes, and from a ho
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +32,7 @@ QUEUE_S, LEAST_QUEUE_BYTES = 20e-3, 256 * 2**10
 # Processes are asked to end, and after so long ended.
 GRACE_S, KILL_S = 3.0, 10.0
 POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def check_requirements() -> None:
@@ -168,6 +170,18 @@ def _send(number: signal.Signals, ids: Sequence[int]) -> None:
             os.kill(process, number)
 
 
+def ending_with_parent() -> Callable[[], None]:
+    """Return what a new process does first, so as to end when this process does, even by SIGKILL."""
+    library, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+
+    def begin() -> None:
+        library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return begin
+
+
 def _execute(command: str) -> None:
     """Run a command whose words have no spaces.
 
@@ -181,6 +195,8 @@ def _execute(command: str) -> None:
         text=True,
         errors="replace",
         check=False,
+        # An interrupt while it starts would leave it behind.
+        preexec_fn=ending_with_parent(),
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]

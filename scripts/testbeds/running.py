@@ -20,14 +20,14 @@ from typing import IO, NoReturn
 from graph.errors import RuntimeFailure, UsageError
 from graph.texts import describe_exit
 from scripts.testbeds.hosts import EmulatedHosts, state_file
-from scripts.testbeds.network import INTERFACE, NAMESPACES, address, end_processes
+from scripts.testbeds.network import INTERFACE, NAMESPACES, address, end_processes, ending_with_parent
 
 MASTER_PORT = 29500
 POLL_S = 0.1
 # After the first failure the other hosts end by themselves, and say why; after a signal they end too.
 FAILURE_GRACE_S, SIGNAL_GRACE_S = 8.0, 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG, _CLONE_NEWNET = 1, 0x40000000  # linux/prctl.h, linux/sched.h
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 class Interrupted(BaseException):
@@ -179,16 +179,14 @@ def _placed(namespace: Path, cores: Sequence[int]) -> Callable[[], None]:
 
     Not by `ip netns exec`, which mounts a /sys without limits of memory; costs are kept by these.
     """
-    library, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+    library, begin = ctypes.CDLL(None, use_errno=True), ending_with_parent()
 
     def enter() -> None:
         os.sched_setaffinity(0, cores)
         descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
         if library.setns(descriptor, _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
-        library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent:
-            os._exit(1)
+        begin()
 
     return enter
 

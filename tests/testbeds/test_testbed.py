@@ -195,7 +195,8 @@ def test_down_takes_away_what_a_killed_up_made(
     with start("up", "--name", absent, path=path) as process:
         wait_for(lambda: is_written(tmp_path / "waiting"))
         process.kill()
-    os.kill(int((tmp_path / "waiting").read_text()), signal.SIGKILL)
+    waiting = int((tmp_path / "waiting").read_text())
+    wait_for(lambda: not is_alive(waiting))
     assert namespaces_of(absent)
     code, _, errors = outcome("run", "--name", absent, "--", "true")
     assert (code, errors.count("\n")) == (2, 1)
@@ -214,7 +215,7 @@ def test_an_interrupted_up_takes_away_what_it_made(
         _, errors = process.communicate(timeout=WAIT_S)
     assert (process.returncode, errors) == (143, "interrupted\n")
     assert namespaces_of(absent) == ()
-    # Killed, and not waited for by anybody: it may take a moment to end.
+    # It ends with its parent, and may take a moment.
     waiting = int((tmp_path / "waiting").read_text())
     wait_for(lambda: not is_alive(waiting))
 
