@@ -25,6 +25,7 @@ def rows(database: Path, query: str) -> list[tuple[object, ...]]:
         return connection.execute(query).fetchall()
 
 
+@pytest.mark.timeout(900)  # beside others it takes 240 s, on a slow machine longer
 def test_profile_search_run_and_compare_work_on_one_database(command: Command, database: Path) -> None:
     first = command("profile", *ALEXNET, *TWO_CPUS, "--json")
     assert first.code == 0, first

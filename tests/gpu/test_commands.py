@@ -25,6 +25,7 @@ def measured_briefly() -> Iterator[None]:
     forget_devices()
 
 
+@pytest.mark.timeout(900)  # beside others it takes 260 s, on a slow machine longer
 def test_a_network_is_profiled_searched_and_run(
     measured_briefly: None,
     speeds: Callable[[Speeds], None],
