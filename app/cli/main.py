@@ -51,9 +51,9 @@ def _invoke() -> int:
     # The exception of Typer for a command line that it cannot parse; it exports only this class's children.
     misuse: type[Exception] = typer.BadParameter.__bases__[0]
     try:
-        # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
-        # What a command imports stays. Ranks run steps as those do that a launcher starts, by the usual thresholds.
+        # The modules of a command stay. Ranks run steps by the usual thresholds, as those do that a launcher starts.
         with nullcontext() if ending.is_rank() else rare_collection():
+            # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
             code = application(standalone_mode=False)
     except misuse as error:
         return _refuse(error)

@@ -155,7 +155,7 @@ def offered(rules: Sequence[tuple[str, Side, Side, Mapping[str, TensorType]]]) -
 
 
 def _of_any_pointwise(direction: Direction) -> Direction:
-    """Return what a direction says with `relu` for its `scale`: of any pointwise operator, so of products, too."""
+    """Return the direction with `relu`, which stands for any pointwise operator, in place of `scale`, which is one."""
     sides = direction.source, direction.target
     if any(part.kind == "relu" for side in sides for term in side for part in subterms(term)):
         return direction

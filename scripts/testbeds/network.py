@@ -171,7 +171,7 @@ def _send(number: signal.Signals, ids: Sequence[int]) -> None:
 
 
 def ending_with_parent() -> Callable[[], None]:
-    """Return what a new process does first, so as to end when this process does, even by SIGKILL."""
+    """Return a function that a new process calls first, so that it ends when this process does, even by SIGKILL."""
     library, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def begin() -> None:

@@ -1,7 +1,7 @@
-"""The tasks of a step in micro-batches, as copies of those of one, and what they wait for.
+"""The tasks of a step in micro-batches, as copies of those of one, and their dependencies.
 
-What waits for what, and why, is in `search.simulate.micro_batches`. Shape letters here: T tasks of one micro-batch, M
-micro-batches, N tasks of the step, K runs of tasks, E dependencies, B buckets, D devices, P pairs of a sum and one of
+The rules of these dependencies are in `search.simulate.micro_batches`. Shape letters here: T tasks of one micro-batch,
+M micro-batches, N tasks of the step, K runs of tasks, E dependencies, B buckets, D devices, P pairs of a sum and one of
 its devices.
 """
 
@@ -55,7 +55,7 @@ def await_tasks(
     latest: LatestTasks,
     waits: StepWaits,
 ) -> int:
-    """Write what each task of a step waits for, and when its host has issued it; return the number of dependencies.
+    """Write the dependencies of a step's tasks, and when hosts have issued these; return the number of dependencies.
 
     A task waits for what it waits for in one micro-batch, of its own micro-batch or of all of them. In other
     micro-batches than the last some backwards stand before sums that they would wait for.

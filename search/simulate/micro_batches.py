@@ -345,7 +345,7 @@ def _places(pipeline: Pipeline) -> Array:
 
 
 def _copies(segment_T: Array, is_last_sum_T: Array, pipeline: Pipeline) -> StepCopies:
-    """Return the tasks of a step; what is once is of the last micro-batch."""
+    """Return the tasks of a step; those that are done once are of the last micro-batch."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
     sizes_G = np.bincount(segment_T, minlength=pipeline.leading + 2 * stages)
     order = np.argsort(_places(pipeline))
@@ -404,7 +404,7 @@ def _waits(
     renewals_2E: Array,
     device_count: int,
 ) -> StepWaits:
-    """Return what the tasks of a step wait for; arguments as of `await_tasks`."""
+    """Return the dependencies of a step's tasks; arguments as of `await_tasks`."""
     source_N, is_shared_B = copies.source_N, np.zeros(0, np.bool_) if is_shared_B is None else is_shared_B
     members_T = np.diff(sets.end_ptr).take(tasks.resource_set)
     sums = int(members_T.take(source_N)[tasks.kind.take(source_N) == SYNCHRONIZE].sum())

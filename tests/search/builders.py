@@ -26,6 +26,8 @@ from graph.strategy import Configuration, Strategy
 from graph.topology import DeviceKind, Topology, load_topology, local_topology
 from search.cost.cost_table import OperatorCost, Origin
 from search.cost.link_costs import Curve, LinkCosts
+from search.simulate.simulator import simulate_tasks
+from search.simulate.task_graph import TaskGraph
 
 SAMPLE, ATTRIBUTE, PARAMETER, REDUCTION = (
     AxisKind.SAMPLE,
@@ -484,3 +486,11 @@ def statistics() -> OperatorGraph:
     )
     builder.loss(builder.linear("last", "shifted", 5))
     return builder.finish()
+
+
+def check_bounds(tasks: TaskGraph) -> None:
+    """Check that a step takes no less and no more than its bounds say, in every order."""
+    for order in ("program", "fifo", "priority"):
+        simulation = simulate_tasks(tasks, order)
+        least_ns, most_ns = simulation.bounds_ns
+        assert least_ns <= simulation.step_time_ns <= most_ns, order
