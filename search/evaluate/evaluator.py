@@ -12,7 +12,6 @@ from graph.schedule import ONE_BATCH
 from graph.strategy import Configuration
 from search.orders import Order
 from search.outcome import NEVER_NS, Outcome
-from search.simulate.micro_batches import busiest_ns
 
 if TYPE_CHECKING:
     from search.simulate.strategy_state import Layout, Undo
@@ -63,7 +62,7 @@ def outcome(layout: Layout, order: Order, limit: Outcome | None = None) -> Outco
     """
     of_one = layout.micro_batch()
     if limit is not None:
-        least = Outcome(layout.excess_bytes, busiest_ns(of_one))
+        least = Outcome(layout.excess_bytes, of_one.busiest_ns())
         if least >= limit:
             return least
     step_time_ns, _ = layout.run(order, of_one=of_one)

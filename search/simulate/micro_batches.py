@@ -110,6 +110,25 @@ class MicroBatchTasks(NamedTuple):
     pipeline: Pipeline | None = None
     parts: PartCosts | None = None
 
+    def busiest_ns(self) -> int:
+        """Return the most that tasks hold a device or a link in a step: what a step takes at least, in any order."""
+        tasks, sets, pipeline, parts = self
+        run_ns_T = tasks.run_ns
+        if parts is not None:
+            run_ns_T = np.where(parts.is_divided_T, parts.input_ns_T + parts.weight_ns_T, run_ns_T)
+        if pipeline is not None:
+            is_once_T = _is_last_sum(tasks, sets, pipeline) | (
+                _segments(tasks, pipeline) == pipeline.updating
+            )
+            run_ns_T = np.where(is_once_T, 1, pipeline.micro_batches) * run_ns_T
+        if not len(run_ns_T):
+            return 0
+        # Sums of whole numbers below 2**53, about a hundred days of nanoseconds, are exact.
+        held_ns = np.bincount(tasks.resource_set, weights=run_ns_T)
+        ends = sets.resource_ptr[: len(held_ns) + 1]
+        held_ns = np.repeat(held_ns, np.diff(ends))
+        return int(np.bincount(sets.resource[ends[0] : ends[-1]], weights=held_ns).max())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
@@ -266,24 +285,6 @@ def unrolled(
         ),
         np.where(is_of_all_T.take(source_N), OF_ALL, copies.micro_batch_N),
     )
-
-
-def busiest_ns(of_one: MicroBatchTasks) -> int:
-    """Return the most that tasks hold a device or a link in a step: what a step takes at least, in any order."""
-    tasks, sets, pipeline, parts = of_one
-    run_ns_T = tasks.run_ns
-    if parts is not None:
-        run_ns_T = np.where(parts.is_divided_T, parts.input_ns_T + parts.weight_ns_T, run_ns_T)
-    if pipeline is not None:
-        is_once_T = _is_last_sum(tasks, sets, pipeline) | (_segments(tasks, pipeline) == pipeline.updating)
-        run_ns_T = np.where(is_once_T, 1, pipeline.micro_batches) * run_ns_T
-    if not len(run_ns_T):
-        return 0
-    # Sums of whole numbers below 2**53, about a hundred days of nanoseconds, are exact.
-    held_ns = np.bincount(tasks.resource_set, weights=run_ns_T)
-    ends = sets.resource_ptr[: len(held_ns) + 1]
-    held_ns = np.repeat(held_ns, np.diff(ends))
-    return int(np.bincount(sets.resource[ends[0] : ends[-1]], weights=held_ns).max())
 
 
 def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
