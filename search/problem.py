@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -147,12 +148,15 @@ class Sync(NamedTuple):
 class Tables:
     """Tables of a space, made when they are asked for and kept."""
 
-    def __init__(self, problem: Problem, space: Space) -> None:
+    def __init__(self, problem: Problem, space: Space, made: Tables | None = None) -> None:
+        """Take a space; `made`: tables of another one of the problem, of which is kept what choices cost."""
         self.problem = problem
         self.space = space
         self.graph = problem.graph
-        self._store = UnitStore(
-            problem.graph, problem.topology, problem.costs, problem.links, problem.local_calls
+        self._store: UnitStore = (
+            UnitStore(problem.graph, problem.topology, problem.costs, problem.links, problem.local_calls)
+            if made is None
+            else made._store
         )
         self._configurations = _by_operator(space)
         lists: dict[tuple[Configuration, ...], int] = {}
@@ -164,7 +168,8 @@ class Tables:
         self._edge_tables: dict[tuple[object, ...], tuple[Array, Array | None, Array | None]] = {}
         self._operator_tables: dict[tuple[object, ...], OperatorTable] = {}
         self._kinds = [device.kind_name for device in problem.topology.devices]
-        self._longest_ns: dict[tuple[int, Configuration], int] = {}
+        self._longest_ns: dict[tuple[int, Configuration], int] = {} if made is None else made._longest_ns
+        self._weights_ns: dict[tuple[object, ...], int] = {} if made is None else made._weights_ns
         self._price_of: dict[tuple[int, ...], CollectivePrice] = {}
 
     def configurations(self, operator: int) -> Sequence[Configuration]:
@@ -213,24 +218,24 @@ class Tables:
             np.array([tasks(configuration.degrees[:-1]) for configuration in configurations], np.int64),
         )
 
-    def first_ns(self, operator: int) -> Array:
-        """Return the nanoseconds of the first task, forward and backward, under each choice of an operator.
+    def first_ns(self, operator: int, numbers: Sequence[int]) -> Array:
+        """Return the nanoseconds of the first task, forward and backward, under some choices of an operator.
 
         They are no more than `longest_ns`, and made sooner.
 
         Raises:
             CostError: a local call has no cost.
         """
-        configurations = self._configurations[operator]
+        configurations = [self._configurations[operator][number] for number in numbers]
         kinds = [self._kinds[configuration.devices[0]] for configuration in configurations]
         first_ns = np.zeros(len(configurations), np.int64)
         for kind in dict.fromkeys(kinds):
-            numbers = [number for number, of_first in enumerate(kinds) if of_first == kind]
+            places = [place for place, of_first in enumerate(kinds) if of_first == kind]
             calls = [
-                self.problem.call_of_first(self.graph.operators[operator], configurations[number].degrees)
-                for number in numbers
+                self.problem.call_of_first(self.graph.operators[operator], configurations[place].degrees)
+                for place in places
             ]
-            first_ns[numbers] = self._store.task_costs.both_ns(operator, calls, kind)
+            first_ns[places] = self._store.task_costs.both_ns(operator, calls, kind)
         return first_ns
 
     def longest_ns(self, operator: int, number: int) -> int:
@@ -366,8 +371,28 @@ class Tables:
                 shared[members] = shared.get(members, 0) + held * of.item_bytes
         return [Sync(members, size) for members, size in shared.items()], elements
 
+    def weights_ns(self, group_number: int, number: int) -> int:
+        """Return the nanoseconds of all-reduces and updates of the weights of a group under one of its choices."""
+        operators = self.space.groups[group_number].operators
+        chosen = {operator: self._configurations[operator][number] for operator in operators}
+        key = (*chosen.values(), *self._read_weights[group_number])
+        known_ns = self._weights_ns.get(key)
+        if known_ns is not None:
+            return known_ns
+        weights = [weight for weight, readers in self.trained if group_number in readers]
+        syncs, elements = self.syncs(weights, chosen)
+        by_device: dict[int, int] = {}
+        for sync in syncs:
+            sync_ns = self.sync_ns(sync)
+            for device in sync.devices:
+                by_device[device] = by_device.get(device, 0) + sync_ns
+        update_ns = max((self.update_ns(held, device) for device, held in elements.items()), default=0)
+        weights_ns = self._weights_ns[key] = max(by_device.values(), default=0) + update_ns
+        return weights_ns
+
+    @cached_property
     def trained(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the weights that some operator with a backward reads, with the places of all groups that read them."""
+        """The weights that some operator with a backward reads, with the places of all groups that read them."""
         graph, trained = self.graph, []
         for weight in range(len(graph.weights)):
             readers = [port.operator for port in self._store.classes.statics[weight].readers]
@@ -381,21 +406,29 @@ class Tables:
         That is its operators with their configurations, and of its weights what they read of each.
         """
         operators = self.space.groups[group_number].operators
-        place = {operator: number for number, operator in enumerate(operators)}
+        return (*map(self._operator_class, operators), *self._read_weights[group_number])
+
+    @cached_property
+    def _read_weights(self) -> list[tuple[object, ...]]:
+        """Of each group's weights, what its operators read of each."""
         statics = self._store.classes.statics
-        weights = [
-            (
-                statics[weight].item_bytes,
-                *(
-                    (port.number, place[port.operator])
-                    for port in statics[weight].readers
-                    if port.operator in place
-                ),
-            )
-            for weight, readers in self.trained()
-            if group_number in readers
-        ]
-        return (*map(self._operator_class, operators), *weights)
+        read: list[tuple[object, ...]] = []
+        for number, group in enumerate(self.space.groups):
+            place = {operator: number for number, operator in enumerate(group.operators)}
+            weights = [
+                (
+                    statics[weight].item_bytes,
+                    *(
+                        (port.number, place[port.operator])
+                        for port in statics[weight].readers
+                        if port.operator in place
+                    ),
+                )
+                for weight, readers in self.trained
+                if number in readers
+            ]
+            read.append(tuple(weights))
+        return read
 
     def readers_of_weight(self, weight: int) -> set[int]:
         """Return the operators that read a weight, by its place among the graph's."""

@@ -13,9 +13,9 @@ they leave over is enumerated (`search.bounds.elimination`).
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from search.algorithms.best_tracker import simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
 from search.problem import Array, Problem, Tables
 from search.space.enumerated_space import Space, count_contiguous, leading_space, smallest_space
-from search.space.groups import find_groups, follow
+from search.space.groups import find_groups
 
 T = TypeVar("T")
 
@@ -35,6 +35,8 @@ T = TypeVar("T")
 MOST_WHOLE = 64
 # Fewer are seldom those that go well together: of 8 none was worth having on 48 devices.
 LEAST_KEPT = 16
+# Of what in a choice's cost there is a bound (`_cheapest`).
+_HEAD, _WITH_WEIGHTS, _WITH_OTHERS, _WHOLE = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def optcnn(problem: Problem, space: Space | None = None, *, limit: int = LARGEST
         UsageError: the core that the eliminations leave is too large to be enumerated.
         CostError: a local call has no cost.
     """
-    return least_additive(Tables(problem, default_space(problem) if space is None else space), limit)
+    return least_additive(default_tables(problem) if space is None else Tables(problem, space), limit)
 
 
 def least_additive(tables: Tables, limit: int = LARGEST_TABLE) -> Additive:
@@ -77,11 +79,17 @@ def default_space(problem: Problem) -> Space:
     That is aligned lists of neighbours where these are few, else the first devices alone, without replicas; of those,
     each group keeps the `MOST_WHOLE` that cost least by themselves, the first of equals.
     """
+    return default_tables(problem).space
+
+
+def default_tables(problem: Problem) -> Tables:
+    """Return the tables of the default space."""
     graph, count = problem.graph, problem.device_count
     heads = [graph.operators[group.head] for group in find_groups(graph)]
     if all(count_contiguous(head, count) <= MOST_WHOLE for head in heads):
-        return smallest_space(graph, count, MOST_WHOLE)
-    return cheapest_of(Tables(problem, leading_space(graph, count)), MOST_WHOLE)
+        return Tables(problem, smallest_space(graph, count, MOST_WHOLE))
+    every = Tables(problem, leading_space(graph, count))
+    return Tables(problem, cheapest_of(every, MOST_WHOLE), every)
 
 
 def small_tables(problem: Problem, most_pairs: int) -> Tables | None:
@@ -89,13 +97,13 @@ def small_tables(problem: Problem, most_pairs: int) -> Tables | None:
 
     Groups keep half as many, as often as it takes, but no fewer than `LEAST_KEPT`: beyond that none are returned.
     """
-    tables = Tables(problem, default_space(problem))
+    tables = default_tables(problem)
     most = MOST_WHOLE
     while tables.pair_count > most_pairs:
         most //= 2
         if most < LEAST_KEPT:
             return None
-        tables = Tables(problem, cheapest_of(tables, most))
+        tables = Tables(problem, cheapest_of(tables, most), tables)
     return tables
 
 
@@ -147,47 +155,44 @@ def _of_groups(tables: Tables, of_group: Callable[[int], T]) -> list[T]:
 
 def _own_ns(tables: Tables, group_index: int) -> Array:
     """Return the cost of each choice of a group, without exchanges, in nanoseconds."""
-    total = _weights_ns(tables, group_index)
-    for operator in tables.space.groups[group_index].operators:
-        total += [tables.longest_ns(operator, number) for number in range(len(total))]
-    return total
+    return np.array(
+        [_choice_ns(tables, group_index, number) for number in range(len(tables.space.choices[group_index]))],
+        np.int64,
+    )
+
+
+def _choice_ns(tables: Tables, group_index: int, number: int) -> int:
+    operators = tables.space.groups[group_index].operators
+    longest_ns = sum(tables.longest_ns(operator, number) for operator in operators)
+    return tables.weights_ns(group_index, number) + longest_ns
 
 
 def _cheapest(tables: Tables, group_index: int, most: int) -> list[int]:
     """Return the numbers of the `most` choices of a group that cost least by themselves, ascending.
 
-    What the weights and the head's first task cost is a bound: where it is too much already, no other task is asked
-    for.
+    Bounds are what the head's first task takes; that and what the weights take; the first tasks of all operators, and
+    the weights. Of all choices that with the lowest bound is looked into next, so that none is whose bound is too much.
     """
-    operators = tables.space.groups[group_index].operators
-    weights_ns = _weights_ns(tables, group_index)
-    bounds_ns = weights_ns + tables.first_ns(operators[0])
-    kept: list[tuple[int, int]] = []
-    for number in np.argsort(bounds_ns, kind="stable").tolist():
-        if len(kept) == most and bounds_ns[number] > kept[-1][0]:
-            break
-        own_ns = int(weights_ns[number]) + sum(tables.longest_ns(operator, number) for operator in operators)
-        insort(kept, (own_ns, number))
-        del kept[most:]
-    return sorted(number for _, number in kept)
-
-
-def _weights_ns(tables: Tables, group_index: int) -> Array:
-    """Return the nanoseconds of all-reduces and updates of the weights of a group under each of its choices."""
-    space = tables.space
-    group = space.groups[group_index]
-    total: Array = np.zeros(len(space.choices[group_index]), np.int64)
-    weights = [weight for weight, readers in tables.trained() if group_index in readers]
-    for number, choice in enumerate(space.choices[group_index] if weights else ()):
-        syncs, elements = tables.syncs(weights, follow(group, choice))
-        by_device: dict[int, int] = {}
-        for sync in syncs:
-            sync_ns = tables.sync_ns(sync)
-            for device in sync.devices:
-                by_device[device] = by_device.get(device, 0) + sync_ns
-        total[number] += max(by_device.values(), default=0)
-        total[number] += max((tables.update_ns(held, device) for device, held in elements.items()), default=0)
-    return total
+    head, *others = tables.space.groups[group_index].operators
+    first_ns = tables.first_ns(head, range(len(tables.space.choices[group_index]))).tolist()
+    # Of equal bounds the less exact one first: it may belong to a choice that costs as much and comes before.
+    bounds = [(bound_ns, _HEAD, number) for number, bound_ns in enumerate(first_ns)]
+    heapify(bounds)
+    kept: list[int] = []
+    while bounds and len(kept) < most:
+        bound_ns, of, number = bounds[0]
+        if of == _WHOLE:
+            heappop(bounds)
+            kept.append(number)
+            continue
+        if of == _HEAD:
+            bound_ns += tables.weights_ns(group_index, number)
+        elif of == _WITH_WEIGHTS:
+            bound_ns += sum(int(tables.first_ns(operator, [number])[0]) for operator in others)
+        else:
+            bound_ns = _choice_ns(tables, group_index, number)
+        heapreplace(bounds, (bound_ns, of + 1, number))
+    return sorted(kept)
 
 
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:

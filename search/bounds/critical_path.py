@@ -61,7 +61,7 @@ class CriticalPaths:
         group_number = tables.space.group_of[operator]
         read = {
             weight
-            for weight, readers in tables.trained()
+            for weight, readers in tables.trained
             if readers == (group_number,) and operator in tables.readers_of_weight(weight)
         }
         if not read or not self.graph.has_backward(self.graph.operators[operator]):

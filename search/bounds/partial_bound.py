@@ -83,7 +83,7 @@ class PartialStrategy:
         total_bytes = sum(value.spec.size_bytes for value in graph.values if value.kind is ValueKind.WEIGHT)
         # Then every set of devices has one bucket, with all that it shares.
         self._one_bucket = total_bytes < bucket_bytes
-        self._weights = self.tables.trained()
+        self._weights = self.tables.trained
         self._complete: list[list[int]] = [[] for _ in self.space.groups]
         for weight, readers in self._weights:
             self._complete[max(readers)].append(weight)
