@@ -102,7 +102,7 @@ def open_database(database: str | os.PathLike[str] | None = None) -> Analysis:
     Raises:
         DatabaseError: it cannot be opened or read, or its schema is older or newer than this code.
     """
-    opened = schema.open_database(database)
+    opened = schema.open_database(database, create=False)
     try:
         return Analysis(opened)
     finally:

@@ -63,7 +63,7 @@ def compare(
     from app.analytics.compare import compare as compare_stored
     from app.db.store import Store
 
-    with Store.open(database) as store:
+    with Store.open(database, create=False) as store:
         comparison = compare_stored(store.database, model, topology, search)
         if not comparison.rows and (model is not None or topology is not None):
             _refuse_filter(compare_stored(store.database).rows, model, topology)

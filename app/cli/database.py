@@ -78,10 +78,10 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
             }
         )
         return
-    print_lines(f"{name}: revision {current or 'none'}, newest {head}")
     if current is None:
-        print_lines("make it by: app db upgrade")
+        print_lines(f"{name}: holds no database yet (newest revision {head}); make it by: app db upgrade")
         return
+    print_lines(f"{name}: revision {current}, newest {head}")
     print_table(["table", "rows"], [[table, count] for table, count in counts.items()])
     if held:
         _print_held(held)
@@ -192,7 +192,7 @@ def export_pack(
     from app.db.store import Store
     from app.services.costs.packs import write_pack
 
-    with Store.open(database) as store:
+    with Store.open(database, create=False) as store:
         counts = write_pack(store, file, device_kind)
     if as_json:
         print_json({"file": str(file), **asdict(counts)})

@@ -54,7 +54,7 @@ def list_strategies(
     from app.db.references import Referred
     from app.db.store import Store
 
-    with Store.open(database) as store:
+    with Store.open(database, create=False) as store:
         names = Referred("graphs", ((graph.id, graph.name) for graph in store.graphs()))
         models = [(strategy, names[strategy.graph_id]) for strategy in store.strategies(limit=limit)]
     if as_json:
@@ -106,7 +106,7 @@ def rebuild(
     from app.db.store import Store
     from app.services.trace.replay import rebuild as rebuild_strategy
 
-    with Store.open(database) as store:
+    with Store.open(database, create=False) as store:
         visited = rebuild_strategy(store, search, chain, step)
     simulated_s = None if visited.simulated_ns is None else visited.simulated_ns / 1e9
     if as_json:

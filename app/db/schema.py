@@ -46,21 +46,27 @@ def locate_migrations() -> Path:
     )
 
 
-def open_database(database: str | os.PathLike[str] | None = None) -> Database:
+def open_database(database: str | os.PathLike[str] | None = None, *, create: bool = True) -> Database:
     """Open a database, by URL or path (see `resolve_url`), and check its schema; an empty one gets the schema.
+
+    create: whether to make a database that is not there; else it is refused, as an empty one is.
 
     Raises:
         DatabaseError: it cannot be opened, is not one of Soapstone's, or its schema is older or newer than
         this code.
     """
     url = resolve_url(database)
+    if not create and _is_unmade_file(url):
+        raise _unmade(url)
     opened = connect_engines(url)
     try:
         current = _current(opened.read_engine)
-        if current is None:
+        if current is not None:
+            check_current(url, current, database)
+        elif create:
             upgrade(url)
         else:
-            check_current(url, current, database)
+            raise _unmade(url)
     except exc.DBAPIError as error:
         opened.dispose()
         raise unusable(url, error) from None
@@ -89,16 +95,14 @@ def downgrade(database: str | os.PathLike[str] | sa.URL | None = None, *, revisi
 def status(database: str | os.PathLike[str] | sa.URL | None = None) -> tuple[str | None, str]:
     """Return the database's revision, None where it has no tables yet, and the newest that this code knows.
 
-    A SQLite file that does not exist is not created.
+    A SQLite file that does not exist is not created, and an empty one stays empty.
 
     Raises:
         DatabaseError: it cannot be opened, or belongs to another program.
     """
     url = database if isinstance(database, sa.URL) else resolve_url(database)
-    if url.get_backend_name() == "sqlite":
-        with suppress(OSError):  # `connect_engines` says what is wrong with such a name
-            if not Path(str(url.database)).exists():
-                return None, HEAD
+    if _is_unmade_file(url):
+        return None, HEAD
     opened = connect_engines(url)
     try:
         return _current(opened.read_engine), HEAD
@@ -141,6 +145,22 @@ def _migrate(database: str | os.PathLike[str] | sa.URL | None, direction: str, r
         raise unusable(url, error) from None
     finally:
         engine.dispose()
+
+
+def _is_unmade_file(url: sa.URL) -> bool:
+    """Return whether a SQLite file is missing or empty: a connection to it would already write."""
+    if url.get_backend_name() == "sqlite":
+        path = Path(str(url.database))
+        with suppress(OSError):  # `connect_engines` says what is wrong with such a name
+            return not path.exists() or (path.is_file() and path.stat().st_size == 0)
+    return False
+
+
+def _unmade(url: sa.URL) -> DatabaseError:
+    return DatabaseError(
+        f"database {display_name(url)}: is not made yet, must be to be read; run app search first, or name another "
+        "by --database"
+    )
 
 
 def _current(engine: sa.Engine) -> str | None:

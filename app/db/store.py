@@ -29,8 +29,10 @@ class Store(CostStore, NounStore, RunStore):
     """All of the database's methods on one opened database; a context manager that closes its connections."""
 
     @classmethod
-    def open(cls, database: str | os.PathLike[str] | None = None) -> Self:
+    def open(cls, database: str | os.PathLike[str] | None = None, *, create: bool = True) -> Self:
         """Open by path or URL; None means SOAPSTONE_DATABASE_URL, else the file in the user's data folder.
+
+        create: as `open_database` has it.
 
         Searches and executions that are running in no process any more become interrupted, and their traces are
         repaired. Chunks of searches that have ended are merged.
@@ -38,7 +40,7 @@ class Store(CostStore, NounStore, RunStore):
         Raises:
             DatabaseError: it cannot be opened, or its schema is older or newer than this code.
         """
-        store = cls(open_database(database))
+        store = cls(open_database(database, create=create))
         try:
             store.end_orphans(lambda search_id: recover(store, search_id))
             # A damaged table ends the commands that need it.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from app.db.schema import upgrade
+
 # Something that only an interpreter that ends in its own way takes apart.
 BEGIN = """
 import atexit, sys, threading, time
@@ -64,10 +66,16 @@ TOPOLOGY = ("topology", "show", "p100-cluster")
 QUERY = ("query", "SELECT * FROM device_kinds")
 
 
+@pytest.fixture
+def new_database(database: Path) -> None:
+    """Make the database that commands use, which holds nothing yet."""
+    upgrade(database)
+
+
 @pytest.mark.parametrize(
     "arguments", [(*TOPOLOGY, "--json"), TOPOLOGY, (*QUERY, "--json"), (*QUERY, "--format", "csv"), QUERY]
 )
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("new_database")
 def test_where_nobody_reads_on_the_command_ends_as_others_do(arguments: tuple[str, ...]) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "app", *arguments],
@@ -88,7 +96,7 @@ def test_where_nobody_reads_on_the_command_ends_as_others_do(arguments: tuple[st
     "arguments",
     [("topology", "list"), ("topology", "list", "--json"), ("--help",), QUERY, (*QUERY, "--format", "csv")],
 )
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("new_database")
 def test_a_full_disk_behind_standard_output_is_said_in_a_line(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

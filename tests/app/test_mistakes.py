@@ -57,22 +57,16 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         ),
         (("profile", *SMALL, "--nodes", "2"), ("--nodes", "local")),
         (("profile", "--check", "--topology", "p100-cluster"), ("--check", "--topology")),
-        (("compare", "--search", "12"), ("12",)),
-        (("strategy", "export", "ffffffff", "x.json"), ("ffffffff",)),
         (("topology", "show", "nowhere"), ("nowhere",)),
         (("models", "show", "nothing"), ("nothing",)),
         (("db", "status", "--database", "mysql://x/y"), ("mysql",)),
         (("frobnicate",), ("frobnicate", "app --help")),
         (("search",), ("--model", "app search --help")),
-        (("search", "--resume", "99"), ("search 99", "must be", 'app query "FROM searches"')),
-        (("compare", "--execution", "99"), ("execution 99", "must be", 'app query "FROM executions"')),
         (("query", "FROM searches", "--views"), ("--views", "leave one out")),
         (("search", "--resume", "1", "--seed", "3"), ("--seed", "--resume", "leave it out")),
         (("search", *SMALL, "--fresh", "--start", "1"), ("--fresh", "--start")),
-        (("strategy", "rebuild", "99"), ("search 99", "must be")),
         (("strategy", "rebuild", str(2**63)), (str(2**63 - 1),)),
         (("strategy", "rebuild", "1", "--chain", str(2**63)), ("--chain",)),
-        (("strategy", "list", "--limit", str(2**63)), ("63 bits",)),
         (("search", *SMALL, "--devices", "two"), ("--devices is two", "whole number")),
         (("search", *SMALL, "--beta", "inf"), ("--beta", "inf")),
         (("search", *SMALL, "--seed", str(2**63)), ("--seed", str(2**63 - 1))),
@@ -100,7 +94,6 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("search", *SMALL, "--beta", "much"), ("--beta is much, must be a number",)),
         (("compare", "--search", "nan"), ("--search is nan, must be a whole number",)),
         (("strategy", "exprot"), ("exprot", "export")),
-        (("strategy", "show", "7" * 500), ("500 letters", "app strategy list")),
         (("topology", "show", "p100"), ("p100", "did you mean p100-cluster?")),
         (("db", "status", "--database", "/dev/zero"), ("/dev/zero: is no regular file", "--database")),
         (("db", "status", "--database", "."), ("is a folder", "file name")),
@@ -112,6 +105,25 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
 def test_a_wrong_name_or_value_is_named(
     command: Command, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
+    assert_one_line(command(*arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("compare", "--search", "12"), ("search 12",)),
+        (("strategy", "export", "ffffffff", "x.json"), ("ffffffff",)),
+        (("search", "--resume", "99"), ("search 99", "must be", 'app query "FROM searches"')),
+        (("compare", "--execution", "99"), ("execution 99", "must be", 'app query "FROM executions"')),
+        (("strategy", "rebuild", "99"), ("search 99", "must be")),
+        (("strategy", "list", "--limit", str(2**63)), ("63 bits",)),
+        (("strategy", "show", "7" * 500), ("500 letters", "app strategy list")),
+    ],
+)
+def test_what_a_database_does_not_hold_is_named(
+    command: Command, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert command("db", "upgrade").code == 0
     assert_one_line(command(*arguments), *words)
 
 
@@ -146,7 +158,12 @@ def test_a_file_of_another_kind_is_named_with_what_was_expected(
         file.write_bytes(OTHER_FILES[kind])
     outcome = command(*arguments, str(file))
     if arguments[1] == "status" and kind in ("empty", "missing"):
-        assert outcome.code == 0  # a database that is not made yet
+        assert (outcome.code, outcome.errors) == (0, ""), outcome
+        (line,) = outcome.output.splitlines()
+        assert all(words in line for words in (file.name, "holds no database yet", "app db upgrade"))
+        assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [(file.name, 0)] * (
+            kind == "empty"
+        )
         return
     assert_one_line(outcome, file.name, expected)
     said = outcome.errors.splitlines()[-1].replace(str(tmp_path), "")
@@ -259,7 +276,41 @@ def test_a_users_module_that_fails_is_named(
     assert_one_line(command("models", "show", model), *words)
 
 
+@pytest.mark.parametrize("kind", ["missing", "empty"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compare",),
+        ("compare", "--execution", "1"),
+        ("query", "FROM searches"),
+        ("strategy", "list"),
+        ("strategy", "show", "1"),
+        ("strategy", "show", "1", "--pcg"),
+        ("strategy", "diff", "1", "2"),
+        ("strategy", "export", "1", "x.json"),
+        ("strategy", "rebuild", "1"),
+        ("search", "--resume", "1"),
+        ("trace", "--strategy", "1", "--output", "x.json"),
+        ("report", "--output", "x.html"),
+        ("db", "export", "x.parquet"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_needs_what_is_stored_makes_no_database(
+    command: Command, database: Path, kind: str, arguments: tuple[str, ...]
+) -> None:
+    if kind == "empty":
+        database.touch()
+    outcome = command(*arguments)
+    assert_one_line(outcome, f"{database}: is not made yet", "app search", "--database")
+    assert (outcome.output, outcome.errors.count("\n")) == ("", 1), outcome
+    assert [(path.name, path.stat().st_size) for path in database.parent.iterdir()] == [
+        (database.name, 0)
+    ] * (kind == "empty")
+
+
 def test_comparing_what_was_never_stored_names_what_is(command: Command, database: Path) -> None:
+    assert command("db", "upgrade").code == 0
     assert command("compare", "--model", "nothing").code == 0
     searched = command("search", *SMALL, "--topology", "p100-cluster", "--devices", "2", "--proposals", "0")
     assert searched.code == 0, searched

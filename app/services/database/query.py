@@ -65,7 +65,7 @@ def with_answer(database: str | None, sql: str, use: Callable[[Answer], T], limi
     """Return the result of `use` on a query's answer, both in a process of their own, where it may print.
 
     Raises:
-        DatabaseError: the database cannot be opened or read.
+        DatabaseError: the database is not made yet, or cannot be opened or read.
         UsageError: the query may not run, or is wrong.
         QueryFailure: it takes longer, or more memory, than it may.
     """
@@ -115,7 +115,7 @@ def chosen_format(given: str | None, output: Path | None) -> Format:
 
 @contextmanager
 def _opened(database: str | None) -> Iterator[Database]:
-    opened = open_database(database)
+    opened = open_database(database, create=False)
     try:
         yield opened
     finally:

@@ -148,7 +148,7 @@ def resume_search(
         SoapstoneError: as `run_search`.
     """
     processes = worker_count(workers)
-    with Store.open(database) as store:
+    with Store.open(database, create=False) as store:
         record = store.search(search_id)
         if record.status in ("finished", "running"):
             store.resume_search(search_id)  # says why not

@@ -59,13 +59,13 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
 
     Raises:
         UsageError: nothing such is stored, or the file cannot be written.
-        DatabaseError: there is no such execution.
+        DatabaseError: there is no database, or no such execution.
     """
     if (request.execution is None) == (request.strategy is None):
         raise UsageError(
             "app trace: needs --execution or --strategy, must have one of them; see app trace --help"
         )
-    with Store.open(database) as store:
+    with Store.open(database, create=False) as store:
         target = checked_target(request.output, store.database, "--output")
         step, recording = _find(store, request, progress)
     attribution = None if recording is None else attribute(step.simulation, recording)
@@ -85,10 +85,10 @@ def attribution_of(execution_id: int, database: str | None, progress: Progress) 
     """Return the attribution of a profiled run's prediction error.
 
     Raises:
-        DatabaseError: there is no such execution.
+        DatabaseError: there is no database, or no such execution.
         UsageError: it was not profiled.
     """
-    with Store.open(database) as store:
+    with Store.open(database, create=False) as store:
         execution = store.execution(execution_id)
         recording = read_recording(store, execution)
         return attribute(step_of_execution(store, execution, progress).simulation, recording)

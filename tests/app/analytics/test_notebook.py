@@ -88,9 +88,10 @@ def test_lock_is_that_of_the_command(filled: Store, database_url: str, tmp_path:
 
 
 def test_database_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DatabaseError, match="does not exist") as raised:
-        open_database(tmp_path / "missing" / "x.sqlite")
+    with pytest.raises(DatabaseError, match="is not made yet") as raised:
+        open_database(tmp_path / "x.sqlite")
     assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
