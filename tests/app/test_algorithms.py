@@ -45,6 +45,12 @@ def test_other_algorithms_find_a_strategy_that_is_stored_without_proposals(
     assert found.code == 0, found
     ((name, strategy),) = rows(database, "SELECT algorithm, best_strategy_id FROM searches")
     assert (name, strategy) == (algorithm, found.document["predictions"][0]["strategy"])
+    refused = command("strategy", "rebuild", str(found.document["search"]))
+    assert (refused.code, refused.output) == (2, ""), refused
+    assert refused.errors == (
+        f"error: search 1: is of algorithm {algorithm}, whose proposals are not recorded, must be of mcmc to rebuild a "
+        f"strategy; its best one is stored, see app strategy show {strategy}\n"
+    )
     assert rows(database, "SELECT count(*) FROM traces") == [(0,)]
 
 

@@ -316,9 +316,16 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
     """Store and return the strategy of a chain after a step; without chain and step, the fastest strategy visited.
 
     Raises:
-        UsageError: there is no such search, chain or step.
+        UsageError: there is no such search, chain or step, or its proposals are not recorded.
     """
     search = store.search(search_id)
+    if "mcmc" not in search.algorithm.split(","):
+        best = search.best_strategy_id
+        raise UsageError(
+            f"search {search_id}: is of algorithm {search.algorithm}, whose proposals are not recorded, must be of "
+            "mcmc to rebuild a strategy; "
+            + ("choose another" if best is None else f"its best one is stored, see app strategy show {best}")
+        )
     graph = required(store.graph(search.graph_id), "graphs", search.graph_id)
     with reading(store):
         reader = TraceReader(store, search_id)
