@@ -24,6 +24,7 @@ class Accuracy:
 
     model: str
     topology: str
+    topology_id: int
     batch_size: int
     precision: str
     optimizer: str

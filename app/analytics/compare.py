@@ -27,6 +27,8 @@ class ComparisonRow:
 
     model: str
     topology: str
+    topology_devices: int
+    topology_id: int
     batch_size: int
     precision: str
     optimizer: str
@@ -101,14 +103,17 @@ _ROWS = f"""
 SELECT {", ".join(_NAMES)}
 FROM ({_CHOSEN})
 LEFT JOIN (SELECT id AS strategy_id, micro_batches, schedule FROM strategies) USING (strategy_id)
-ORDER BY model, topology, batch_size, precision, optimizer, batch_norm, training_id, graph_id,
-         measured_median_s NULLS LAST, predicted_s NULLS LAST, strategy
+JOIN (SELECT id AS topology_id, device_count AS topology_devices FROM topologies) USING (topology_id)
+ORDER BY model, topology, topology_devices, topology_id, batch_size, precision, optimizer, batch_norm,
+         training_id, graph_id, measured_median_s NULLS LAST, predicted_s NULLS LAST, strategy
 """
 _ACCURACY = f"""
 WITH chosen AS MATERIALIZED ({_CHOSEN})
 SELECT {", ".join(_ACCURACY_NAMES)}
 FROM ({accuracy_query("chosen")})
-ORDER BY model, topology, batch_size, precision, optimizer, batch_norm, training_id, graph_id
+JOIN (SELECT id AS topology_id, device_count AS topology_devices FROM topologies) USING (topology_id)
+ORDER BY model, topology, topology_devices, topology_id, batch_size, precision, optimizer, batch_norm,
+         training_id, graph_id
 """
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
@@ -77,9 +78,10 @@ def compare(
     elif not comparison.rows:
         print_lines("no strategy is stored yet: app search, then app run")
     else:
-        _print_rows(comparison.rows)
+        topologies = _topology_names(comparison.rows)
+        _print_rows(comparison.rows, topologies)
         if comparison.accuracy:
-            _print_accuracy(comparison.accuracy)
+            _print_accuracy(comparison.accuracy, topologies)
 
 
 def _print_attribution(
@@ -98,10 +100,26 @@ def _print_attribution(
         print_attribution(attribution, shown)
 
 
-def _print_rows(rows: Sequence[ComparisonRow]) -> None:
+def _topology_names(rows: Sequence[ComparisonRow]) -> dict[int, str]:
+    """Return the names of topologies by id; of several of one name with their devices and, of as many, their ids."""
+    alike: dict[str, dict[int, int]] = {}
+    for row in rows:
+        alike.setdefault(row.topology, {})[row.topology_id] = row.topology_devices
+    names = {}
+    for name, devices in alike.items():
+        of_count = Counter(devices.values())
+        for number, count in devices.items():
+            names[number] = name
+            if len(devices) > 1:
+                one = f"topology {number}, " if of_count[count] > 1 else ""
+                names[number] = f"{name} ({one}{count} device{'' if count == 1 else 's'})"
+    return names
+
+
+def _print_rows(rows: Sequence[ComparisonRow], topologies: Mapping[int, str]) -> None:
     # A table for each model, topology and training: one table of all would be wider than terminals.
     has_parts = any((row.micro_batches or 1) > 1 for row in rows)
-    for title, alike in groupby(rows, _title):
+    for title, alike in groupby(rows, lambda row: _title(row, topologies[row.topology_id])):
         print_table(
             [
                 "strategy",
@@ -167,8 +185,8 @@ def _print_rows(rows: Sequence[ComparisonRow]) -> None:
     )
 
 
-def _title(row: ComparisonRow) -> str:
-    return f"{row.model} on {row.topology}, batch size {_training(row)}"
+def _title(row: ComparisonRow, topology: str) -> str:
+    return f"{row.model} on {topology}, batch size {_training(row)}"
 
 
 def _training(row: ComparisonRow | Accuracy) -> str:
@@ -190,14 +208,14 @@ def _both(predicted: float | None, measured: float | None) -> str:
     return f"{shown(predicted)} / {shown(measured)}"
 
 
-def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
+def _print_accuracy(accuracy: Sequence[Accuracy], topologies: Mapping[int, str]) -> None:
     print_table(
         ["model", "topology", "batch, training", "strategies", "mean", "median", "95 %", "worst", "bias", "noise",
          "tau", "pairs", "choice"],
         [
             [
                 row.model,
-                row.topology,
+                topologies[row.topology_id],
                 _training_in_parts(row),
                 row.strategies,
                 percent(row.mean_error),

@@ -72,6 +72,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         return ComparisonRow(
             model="inception",
             topology="local",
+            topology_devices=2,
+            topology_id=scene.topology_id,
             batch_size=8,
             precision="float32",
             optimizer="sgd",
@@ -249,6 +251,37 @@ def test_precisions_stand_apart_in_tables_and_documents(command: Command, databa
     # Those of the errors say it too.
     assert "8, bfloat16, sgd" in rest.split("errors of the predictions")[1]
     assert max(map(len, half.splitlines())) <= 120
+
+
+def test_topologies_of_one_name_stand_apart(command: Command, database: Path) -> None:
+    """Probes of other numbers of devices, and of as many at another time."""
+    numbers = []
+    with Store.open(database) as store:
+        for probe, (devices, step_s) in enumerate(((2, 1.0), (4, 0.5), (2, 3.0))):
+            scene = Scene.stored(store)
+            topology_id = store.put_topology(replace(samples.topology(probe), device_count=devices))
+            scene = replace(scene, topology_id=topology_id)
+            for number in (1, 2):
+                strategy_id = strategy(store, scene, number)
+                store.put_simulation(scene.simulation(strategy_id, step_s * number))
+                run(store, scene, strategy_id, [step_s * number])
+            numbers.append(topology_id)
+            if probe == 0:
+                alone = command("compare").output
+    assert "inception on local, batch size 8" in alone
+    printed, errors = command("compare").output.split("errors of the predictions")
+    first, _, second = (f"topology {number}, 2 devices" for number in numbers)
+    groups = printed.split("inception on ")[1:]
+    assert [group.partition(", float32")[0] for group in groups] == [
+        f"local ({text}), batch size 8" for text in (first, second, "4 devices")
+    ]
+    for group, shown in zip(groups, ("1000.0 ms", "3000.0 ms", "500.0 ms"), strict=True):
+        assert shown in group
+    for text in (first, second, "4 devices"):
+        assert f"local ({text})" in " ".join(errors.split())
+    document = command("compare", "--json").document
+    for rows in document.values():
+        assert {row["topology_id"] for row in rows} == set(numbers)
 
 
 def test_rows_come_from_the_fastest_to_those_that_were_not_measured(store: Store, scene: Scene) -> None:
