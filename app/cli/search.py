@@ -238,7 +238,7 @@ def search(
     from app.services.costs.operator_costs import ON_MISS
     from app.services.search.micro_batches import DEFAULT_ALGORITHM
     from app.services.search.policies import checked_policy
-    from app.services.search.request import SearchRequest
+    from app.services.search.request import SearchRequest, search_options
     from app.services.search.search import UNITY, run_search
 
     joint = algorithm == UNITY
@@ -277,6 +277,7 @@ def search(
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
+            search_options(request)  # what is refused needs no warning
             progress.warn(
                 "--time: how far the search comes depends on this machine's speed, so it is not reproducible"
             )

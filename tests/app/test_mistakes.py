@@ -71,7 +71,6 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("search", *SMALL, "--beta", "inf"), ("--beta", "inf")),
         (("search", *SMALL, "--seed", str(2**63)), ("--seed", str(2**63 - 1))),
         (("search", *SMALL, "--chains", "100000"), ("--chains", "1024")),
-        (("search", *SMALL, "--time", "nan"), ("time", "nan")),
         (("search", "--model", ":factory"), (":factory", "package.module:factory")),
         (("search", "--model", "../mine:factory"), ("../mine", "package.module:factory")),
         (("run", *SMALL, "--timeout", "nan"), ("--timeout", "nan")),
@@ -106,6 +105,28 @@ def test_a_wrong_name_or_value_is_named(
     command: Command, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     assert_one_line(command(*arguments), *words)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1"])
+@pytest.mark.parametrize(
+    ("arguments", "least"),
+    [
+        (("search", *SMALL, "--time"), "must be from 0 to"),
+        (("search", *SMALL, "--beta"), "must be "),
+        (("run", *SMALL, "--timeout"), "must be above 0"),
+        (("run", *SMALL, "--limit"), "must be above 0"),
+        (("query", "SELECT 1", "--timeout"), "must be above 0"),
+        (("query", "SELECT 1", "--memory"), "must be between 0.125"),
+    ],
+    ids=lambda words: " ".join((words[0], words[-1])) if isinstance(words, tuple) else "",
+)
+def test_a_number_out_of_range_is_refused_in_one_line(
+    command: Command, arguments: tuple[str, ...], least: str, value: str
+) -> None:
+    assert command("db", "upgrade").code == 0
+    outcome = command(*arguments, value)
+    assert_one_line(outcome, f"{arguments[-1]}", f"is {value}", least)
+    assert outcome.errors.count("\n") == 1, outcome
 
 
 @pytest.mark.parametrize(

@@ -86,15 +86,15 @@ def search_options(request: SearchRequest) -> SearchOptions:
         raise UsageError(
             f"--order: is {request.order}, must be one of {', '.join(TASK_ORDERS)}; choose one of them"
         )
-    for name, value, most in (
-        ("--proposals", request.proposals, LARGEST_BUDGET),
-        ("--chains", request.chains, LARGEST_CHAIN_COUNT),
-        ("--seed", request.seed, LARGEST_INTEGER),
-        ("--beta", request.beta, LARGEST_BETA),
-        ("--time", request.time_limit_s or 0, LARGEST_BUDGET),
+    for name, value, least, most in (
+        ("--proposals", request.proposals, 0, LARGEST_BUDGET),
+        ("--chains", request.chains, 1, LARGEST_CHAIN_COUNT),
+        ("--seed", request.seed, 0, LARGEST_INTEGER),
+        ("--beta", request.beta, 0, LARGEST_BETA),
+        ("--time", request.time_limit_s or 0, 0, LARGEST_BUDGET),
     ):
-        if not value <= most:
-            raise UsageError(f"{name}: is {value}, must be at most {most}; choose another")
+        if not least <= value <= most:
+            raise UsageError(f"{name}: is {value}, must be from {least} to {most}; choose another")
     return SearchOptions(
         proposals=request.proposals,
         chains=request.chains,
