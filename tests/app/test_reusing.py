@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -140,3 +141,15 @@ def test_named_starts_are_those_that_are_named(store: Store) -> None:
     assert [one.strategy for one in starts] == [second, first]
     with pytest.raises(UsageError, match="strategy 'ffffffff': is not in database"):
         given_starts(store, setting, ["ffffffff"])
+
+
+def test_a_named_start_of_another_network_is_refused_by_the_option(store: Store) -> None:
+    other = found(store, setting_of(store, two_layers(samples=64), 4, 64), 1, 1.0)
+    setting = setting_of(store, replace(branches(), name="branches"), 4, 8)
+    reference = other.digest[:12]
+    with pytest.raises(
+        UsageError,
+        match=rf"^--start {reference}: is a strategy of \S+, must fit this branches \(its operators are not those of "
+        r"branches, .*\); name one of branches, see app strategy list",
+    ):
+        given_starts(store, setting, [reference])

@@ -15,10 +15,11 @@ from math import log2
 from typing import Any
 
 from app.db.records import TASK_ORDERS, SearchedSetting, StrategyRecord, TaskOrder
+from app.db.references import required
 from app.db.store import Store
 from app.services.predict.predict import Setting
 from app.services.stored import strategy_of
-from graph.errors import StrategyError
+from graph.errors import StrategyError, UsageError
 from graph.strategy import Strategy, with_whole_weights
 from graph.synchronization import BY_DEFAULT
 from search.space.strategy_transfer import adapt
@@ -107,13 +108,25 @@ def start_of(
 
 
 def given_starts(store: Store, setting: Setting, references: Sequence[str]) -> list[StartStrategy]:
-    """Return the strategies of these ids or digests.
+    """Return the strategies of these ids or digests, which --start gives.
 
     Raises:
-        UsageError: there is no such strategy.
-        StrategyError: one is for another network.
+        UsageError: there is no such strategy, or one is for another network or cannot have the micro-batches.
     """
-    return [start_of(setting, store.strategy(reference)) for reference in references]
+    starts = []
+    for reference in references:
+        record = store.strategy(reference)
+        try:
+            starts.append(start_of(setting, record))
+        except StrategyError as error:
+            name = setting.model.graph.name
+            reason = str(error).partition(";")[0].removeprefix("strategy: ")
+            origin = required(store.graph(record.graph_id), "graphs", record.graph_id).name
+            raise UsageError(
+                f"--start {reference}: is a strategy of {origin}, must fit this {name} ({reason}); name one of {name}, "
+                "see app strategy list, or leave it out"
+            ) from None
+    return starts
 
 
 def _best_of(store: Store, other: SearchedSetting) -> StrategyRecord | None:
