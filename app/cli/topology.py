@@ -131,6 +131,7 @@ def probe_topology(
     from app.db.store import Store
     from app.services.costs.link_costs import local_links, topology_of
     from app.services.costs.machine import describe, local_devices
+    from profiler.devices import device_warnings
 
     if name is not None:
         raise UsageError(
@@ -142,6 +143,8 @@ def probe_topology(
             "topology probe: there is 1 device, must be at least 2 to have links; give more --devices or --gpus"
         )
     with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
+        for warning in device_warnings(local):
+            progress.warn(warning)
         machine = describe(store, local)
         links = local_links(store, machine, progress, again=True)
         measured = topology_of(machine, links)

@@ -33,9 +33,11 @@ from app.services.costs.packs import merge_pack, read_pack, write_pack
 from app.services.predict.predict import Target
 from app.services.progress import Progress
 from graph.collectives import CollectiveKind
+from graph.errors import UsageError
 from graph.topology import DeviceKind, local_topology
 from profiler.link_patterns import COLLECTIVE_PATTERNS, SUCCESSIVE, Pattern
 from profiler.links import MIB, LinkProbe, measurement
+from profiler.pinning import usable_cores
 from search.cost.collective_cost import Prices
 from search.cost.cost_table import Origin
 from search.cost.link_costs import Curve
@@ -91,6 +93,22 @@ def test_residuals_are_those_of_the_raw_samples_that_are_kept(probed: Path) -> N
         assert fit.residual == pytest.approx(statistics.mean(errors))
         checked += 1
     assert checked == len(PATTERNS)
+
+
+def test_a_probe_of_more_devices_than_cores_warns_before_it_measures(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_arguments: object) -> None:
+        raise UsageError("measured")
+
+    monkeypatch.setattr(links, "probe", measure)
+    cores = len(usable_cores())
+    outcome = command("topology", "probe", "--device", "cpu", "--devices", str(2 * cores))
+    warning, *_, last = outcome.errors.splitlines()
+    assert warning.startswith(f"warning: CPU devices: {2 * cores} share {cores} core(s)"), outcome
+    assert (outcome.code, last) == (2, "error: measured")
+    if cores > 1:
+        assert "warning" not in command("topology", "probe", *PAIR).errors
 
 
 @pytest.mark.usefixtures("known_links")
