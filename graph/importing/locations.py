@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from graph.packages import PACKAGES
+
 _TORCH = Path(torch.__file__).parent
 _ROOT = Path(__file__).parents[2]
-_OURS = tuple(_ROOT / package for package in ("app", "graph", "profiler", "runtime", "search"))
+_OURS = tuple(_ROOT / package for package in PACKAGES)
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

@@ -9,8 +9,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from graph.packages import PACKAGES
+
 ROOT = Path(__file__).parents[2]
-TOP_LEVEL = ("app", "graph", "profiler", "runtime", "search")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def pins() -> dict[str, str]:
 
 
 def packages_in_tree() -> set[str]:
-    modules = [path for top in TOP_LEVEL for path in (ROOT / top).rglob("*.py")]
+    modules = [path for top in PACKAGES for path in (ROOT / top).rglob("*.py")]
     return {".".join(path.parent.relative_to(ROOT).parts) for path in modules}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from app.services.models import graph_cache, trust
 from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, StrategyError, UsageError
 from graph.operators import OperatorGraph
+from graph.packages import PACKAGES
 from graph.schedule import MOST_MICRO_BATCHES
 from graph.substitutions.substitution import Substitution, substitutions_from_json, substitutions_to_json
 from graph.texts import shown
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 # No device holds as many samples, and libraries count them in 64 bits or fewer.
 LARGEST_BATCH = 2**31 - 1
-# A user's module must not stand in for one of ours: the import system would find ours first.
-OWN_PACKAGES = ("__main__", "app", "graph", "profiler", "runtime", "search")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +274,8 @@ def _load_factory(name: str, folder: str) -> Callable[..., Any]:
             f"model {name}: is no name of a function, must be package.module:factory; correct it"
         )
     top = module_name.partition(".")[0]
-    if top in OWN_PACKAGES:
+    # A user's module must not stand in for one of ours: the import system would find ours first.
+    if top in ("__main__", *PACKAGES):
         raise UsageError(
             f"model {name}: package {top} is one of Soapstone's own, must have another name; rename the folder"
         )
