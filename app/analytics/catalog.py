@@ -240,6 +240,7 @@ CATALOG: dict[str, ViewText] = {
             "lost_s": "the most seconds that other processes took from a rank, of each step, as a JSON list",
             "undisturbed_s": "the step without what other processes took of the cores; NULL: not counted",
             "speed": "speed of the cores, where 1 is the one that costs are given at; NULL: not known",
+            "slowdown": "how many times as long the predicted step takes at that speed; NULL: not known",
             **_ENVIRONMENT,
             "created_at": "when it began",
             "finished_at": "when it ended",

@@ -134,7 +134,7 @@ _EXECUTIONS = f"""
 SELECT run.id, {_RUN_NAMES}, run.status, run.iterations, run.minimum_s, run.median_s, run.mean_s,
        run.throughput_samples_per_s, run.step_times_s, run.failure, run.largest_deviation,
        run.peak_bytes, run.process_bytes, run.lost_s, run.undisturbed_s,
-       run.speed,
+       run.speed, run.slowdown,
        environment.fingerprint AS environment, run.created_at, run.finished_at, run.strategy_id,
        run.topology_id, run.training_id
 FROM store.executions AS run {_RUN_JOINS}
@@ -179,7 +179,8 @@ WITH predicted AS (
 ),
 measured AS (
     SELECT id, strategy_id, topology_id, training_id, median_s, minimum_s, undisturbed_s, speed,
-           (mean_s - coalesce(list_aggregate(lost_s::DOUBLE[], 'avg'), 0)) * speed AS at_usual_speed_s,
+           (mean_s - coalesce(list_aggregate(lost_s::DOUBLE[], 'avg'), 0)) / coalesce(slowdown, 1 / speed)
+               AS at_usual_speed_s,
            count(*) OVER alike AS executions,
            greatest(
                list_aggregate(step_times_s::DOUBLE[], 'quantile_cont', 0.75)

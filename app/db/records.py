@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from graph.calls import CostPhase
 from graph.canonical import digest
@@ -295,6 +295,13 @@ class SimulationRecord:
     id: int = 0
 
 
+class RunSpeed(NamedTuple):
+    """How fast the cores were during a run, as `ExecutionRecord` has it."""
+
+    speed: float
+    slowdown: float
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutionRecord:
     """A real run of a strategy. `Store.start_execution` needs the fields without a default.
@@ -303,9 +310,10 @@ class ExecutionRecord:
     asked for. `peak_bytes` and `process_bytes`, one entry a device: what a step's tensors take at most, and what the
     process that ran the device has held at most; None where it was not measured. `lost_s`, one entry a step: the most
     seconds that other processes took from one of its ranks; `undisturbed_s`: what a step would have taken without; None
-    where the system does not count them. `speed`: that of the cores between the steps, as in `OpCostRecord`, so that
-    `speed` times a step is what it takes at the speed that costs are given at; None where that is not known. `owner`
-    and `alive_at` as in `SearchRecord`.
+    where the system does not count them. `speed`: that of the cores between the steps, as in `OpCostRecord`, and
+    `slowdown`: how many times as long the predicted step takes at that speed, so that a step divided by it is what it
+    takes at the speed that costs are given at; None where that is not known. `owner` and `alive_at` as in
+    `SearchRecord`.
     """
 
     strategy_id: int
@@ -326,6 +334,7 @@ class ExecutionRecord:
     lost_s: tuple[float, ...] | None = None
     undisturbed_s: float | None = None
     speed: float | None = None
+    slowdown: float | None = None
     created_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
     owner: str | None = field(default=None, compare=False)

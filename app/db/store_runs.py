@@ -14,6 +14,7 @@ from app.db import models, owners
 from app.db.engine import Database
 from app.db.records import (
     ExecutionRecord,
+    RunSpeed,
     SearchOutcome,
     SearchRecord,
     SearchStatus,
@@ -239,7 +240,7 @@ class RunStore(StorePart):
         process_bytes: Sequence[int] | None = None,
         lost_s: Sequence[float] | None = None,
         undisturbed_s: float | None = None,
-        speed: float | None = None,
+        speed: RunSpeed | None = None,
     ) -> ExecutionRecord:
         """Store the times of a run's steps and their statistics; return the finished row.
 
@@ -270,7 +271,8 @@ class RunStore(StorePart):
             "process_bytes": _list_text(process_bytes),
             "lost_s": _list_text(lost_s),
             "undisturbed_s": undisturbed_s,
-            "speed": speed,
+            "speed": None if speed is None else speed.speed,
+            "slowdown": None if speed is None else speed.slowdown,
             "finished_at": utc_now(),
         }
         with self.write() as connection:

@@ -195,6 +195,12 @@ class Simulation:
         peak_memory_D = np.array(peak_bytes, np.int64)
         return replace(self, tasks=replace(self.tasks, peak_memory_D=peak_memory_D), account="walk")
 
+    def at_speed(self, speed: float) -> Simulation:
+        """Return the simulation in which computations are `speed` times as fast; communication takes what it took."""
+        run_ns_T = self.tasks.run_ns_T.copy()
+        run_ns_T[self._is_compute] = np.rint(run_ns_T[self._is_compute] / speed)
+        return simulate_tasks(replace(self.tasks, run_ns_T=run_ns_T), self.order)
+
     @cached_property
     def fullness(self) -> float:
         """The largest part of its memory that a device needs."""

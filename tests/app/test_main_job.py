@@ -57,9 +57,9 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
         assert all(deviation["ok"] for deviation in run.document["deviations"])
         assert run.document["speed"] > 0
         (row,) = command(
-            "query", "SELECT mean_s, lost_s, speed FROM executions ORDER BY id DESC LIMIT 1", "--json"
+            "query", "SELECT mean_s, lost_s, slowdown FROM executions ORDER BY id DESC LIMIT 1", "--json"
         ).document
-        step_s = (row["mean_s"] - fmean(json.loads(row["lost_s"]))) * row["speed"]
+        step_s = (row["mean_s"] - fmean(json.loads(row["lost_s"]))) / row["slowdown"]
         assert run.document["at_usual_speed_s"] == pytest.approx(step_s)
 
     compared = command("compare", "--model", "alexnet-small", "--json")

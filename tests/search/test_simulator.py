@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graph.calls import LocalCall
 from graph.collectives import CollectiveKind
 from graph.intervals import volume
 from graph.plan import build_plan
 from graph.training import Training
-from search.cost.cost_table import CostTable, Origin
+from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import LinkCosts
 from search.kernels.records import ResourceSets
 from search.orders import Order
@@ -213,6 +214,44 @@ def step(count: int, *, data: bool, memory_bytes: int = 1 << 40) -> Simulation:
         TRAINING,
         local_calls=local_calls,
     )
+
+
+class HalfSpeed(MadeUpCosts):
+    """The costs of calls and updates twice as long."""
+
+    def _cost(self, call: LocalCall, kind_name: str) -> OperatorCost:
+        cost = super()._cost(call, kind_name)
+        return replace(cost, forward_s=2 * cost.forward_s, backward_s=2 * cost.backward_s)
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        seconds, origin = super().update_cost(optimizer, dtype, kind_name)
+        return 2 * seconds, origin
+
+
+@pytest.mark.parametrize("order", ["program", "fifo", "priority"])
+@pytest.mark.parametrize("seed", range(4))
+def test_at_half_the_speed_a_step_is_that_of_costs_twice_as_long(order: Order, seed: int) -> None:
+    graph, topology = branches(), devices(3, contention=0.5)
+    strategy = random_mesh(graph, 3, np.random.default_rng(seed))
+
+    def simulated(costs: MadeUpCosts) -> Simulation:
+        return simulate(
+            graph, strategy, topology, CostTable(costs), TRAINING, order=order, local_calls=local_calls
+        )
+
+    usual, slow = simulated(MadeUpCosts()), simulated(HalfSpeed())
+    assert usual.at_speed(0.5).end_ns.tolist() == slow.end_ns.tolist()
+    assert usual.step_time_ns < slow.step_time_ns <= 2 * usual.step_time_ns
+    assert usual.at_speed(1.0).step_time_ns == usual.step_time_ns
+
+
+def test_what_only_waits_for_a_wire_takes_as_long_at_any_speed() -> None:
+    computation, message = compute(10, 0), transfer(1_000, 0)
+    tasks = replace(
+        flat([computation, message], [0] * 3), kind_T=np.array([TaskKind.FORWARD, TaskKind.TRANSFER])
+    )
+    simulation = simulate_tasks(tasks)
+    assert [simulation.at_speed(speed).step_time_ns for speed in (0.5, 1.0, 2.0)] == [1_020, 1_010, 1_005]
 
 
 def test_one_device_takes_the_sum_of_its_costs() -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from app.db.records import is_restless
+from app.db.records import RunSpeed, is_restless
 from app.services.predict.all_reduces import ShownAllReduce
 from app.services.timeline.recorded_scheduling import RecordedScheduling, scheduling_json
 
@@ -66,7 +66,7 @@ class RunReport:
     synchronization: Mapping[str, Any] = field(default_factory=dict)
     recorded_scheduling: RecordedScheduling | None = None
     micro_batches: Mapping[str, Any] = field(default_factory=dict)
-    speed: float | None = None
+    speed: RunSpeed | None = None
 
     @property
     def relative_error(self) -> float:
@@ -76,7 +76,8 @@ class RunReport:
     @property
     def is_restless(self) -> bool:
         """True where other processes took so much of the cores, or their speed moved so, that the step says little."""
-        return is_restless(self.result.median_s, self.result.undisturbed_s, self.speed)
+        speed = None if self.speed is None else self.speed.speed
+        return is_restless(self.result.median_s, self.result.undisturbed_s, speed)
 
     @property
     def at_usual_speed_s(self) -> float | None:
@@ -87,7 +88,7 @@ class RunReport:
         if self.speed is None:
             return None
         lost_s = self.result.most_lost_s
-        return (fmean(self.result.step_times_s) - (fmean(lost_s) if lost_s else 0.0)) * self.speed
+        return (fmean(self.result.step_times_s) - (fmean(lost_s) if lost_s else 0.0)) / self.speed.slowdown
 
     @property
     def relative_error_at_usual_speed(self) -> float | None:
@@ -121,7 +122,8 @@ class RunReport:
             "predicted_step_time_s": self.predicted_s,
             "relative_error": self.relative_error,
             "undisturbed_s": self.result.undisturbed_s,
-            "speed": self.speed,
+            "speed": None if self.speed is None else self.speed.speed,
+            "slowdown": None if self.speed is None else self.speed.slowdown,
             "at_usual_speed_s": self.at_usual_speed_s,
             "relative_error_at_usual_speed": self.relative_error_at_usual_speed,
             **scheduling_json(self.scheduling, self.recorded_scheduling),

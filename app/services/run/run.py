@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from app.db.records import ExecutionRecord
+from app.db.records import ExecutionRecord, RunSpeed
 from app.db.store import Store
 from app.services.costs.machine import LocalMachine
 from app.services.costs.operator_costs import OnMiss
@@ -346,13 +346,18 @@ def _launch(job: Job, machine: LocalMachine, timeout_s: float) -> JobResult | No
     return launch(job, cores_or_gpus, machine.processor, timeout_s=timeout_s)
 
 
-def _speed(store: Store, setting: Setting, reference_s: float | None) -> float | None:
+def _speed(
+    store: Store, setting: Setting, simulation: Simulation, reference_s: float | None
+) -> RunSpeed | None:
     """Return the speed of the devices' cores, where 1 is the speed that costs are given at; None where not known."""
     machine = setting.target.machine
     if reference_s is None or machine is None or len(machine.groups) != 1:
         return None
     usual_s = store.usual_reference_s(machine.groups[0].kind_id, machine.environment_id)
-    return None if usual_s is None else usual_s / reference_s
+    if usual_s is None or not simulation.step_time_ns:
+        return None
+    speed = usual_s / reference_s
+    return RunSpeed(speed, simulation.at_speed(speed).step_time_ns / simulation.step_time_ns)
 
 
 def _finish(
@@ -373,7 +378,7 @@ def _finish(
 
         deviations = tuple(by_severity(result.verification.deviations))
         failure = result.verification.failure
-    speed = _speed(store, setting, result.reference_s)
+    speed = _speed(store, setting, simulation, result.reference_s)
     record = store.finish_execution(
         execution_id,
         result.step_times_s,

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from app.analytics.compare import Comparison, ComparisonRow, compare
 from app.analytics.duck import connect
-from app.db.records import SearchOutcome, StrategySource
+from app.db.models import executions
+from app.db.records import RunSpeed, SearchOutcome, StrategySource
 from app.db.store import Store
 from graph.errors import UsageError
 from tests.app.conftest import Command
@@ -25,7 +27,7 @@ def run(
     *,
     at: int = 0,
     undisturbed_s: float | None = None,
-    speed: float | None = None,
+    speed: RunSpeed | None = None,
 ) -> None:
     """Store a finished execution."""
     execution = store.start_execution(scene.execution(strategy_id, at=at))
@@ -56,7 +58,7 @@ def scene(store: Store) -> Scene:
     store.put_simulation(replace(scene.simulation(predicted_only, 4.0), feasible=False))
     run(store, scene, data_parallel, [6.0, 6.0, 6.0], at=0)
     run(store, scene, data_parallel, [2.5, 2.0, 4.0], at=1, undisturbed_s=1.6)
-    run(store, scene, searched, [0.8, 0.5, 0.9], undisturbed_s=0.75, speed=0.95)
+    run(store, scene, searched, [0.8, 0.5, 0.9], undisturbed_s=0.75, speed=RunSpeed(0.95, 1.04))
     run(store, scene, measured_only, [5.0, 5.0, 5.0])
     store.fail_execution(store.start_execution(scene.execution(searched, at=9)), "rank 1: killed")
     store.finish_search(search, "finished", SearchOutcome(10, 5, 2.0, 1.0, searched))
@@ -89,7 +91,7 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         )
 
     # The mean step; what others took of it is not known.
-    at_usual_speed_s = (0.8 + 0.5 + 0.9) / 3 * 0.95
+    at_usual_speed_s = (0.8 + 0.5 + 0.9) / 3 / 1.04
     searched = row(
         2,
         "search",
@@ -207,8 +209,8 @@ def test_a_run_that_others_disturbed_is_named(command: Command, database: Path) 
         slow = strategy(store, scene, 3)
         for strategy_id, undisturbed_s, speed in (
             (disturbed, 1.5, None),
-            (quiet, 1.9, 0.95),
-            (slow, 2.0, 0.8),
+            (quiet, 1.9, RunSpeed(0.95, 1.05)),
+            (slow, 2.0, RunSpeed(0.8, 1.25)),
         ):
             store.put_simulation(scene.simulation(strategy_id, 1.2))
             run(store, scene, strategy_id, [2.0], undisturbed_s=undisturbed_s, speed=speed)
@@ -220,6 +222,20 @@ def test_a_run_that_others_disturbed_is_named(command: Command, database: Path) 
     assert samples.strategy(scene.graph_id, 3).digest[:12] in printed
     assert "-25.0 %" in printed
     assert samples.strategy(scene.graph_id, 2).digest[:12] not in printed
+
+
+def test_a_run_of_which_no_slowdown_is_stored_slows_down_as_its_cores(database: Path) -> None:
+    with Store.open(database) as store:
+        scene = Scene.stored(store)
+        number = strategy(store, scene, 1)
+        store.put_simulation(scene.simulation(number, 1.2))
+        run(store, scene, number, [2.0], speed=RunSpeed(0.8, 1.1))
+        (row,) = compare(store.database).rows
+        assert row.measured_at_usual_speed_s == pytest.approx(2.0 / 1.1)
+        with store.write() as connection:
+            connection.execute(sa.update(executions).values(slowdown=None))
+        (row,) = compare(store.database).rows
+    assert (row.measured_speed, row.measured_at_usual_speed_s) == (0.8, 1.6)
 
 
 def test_precisions_stand_apart_in_tables_and_documents(command: Command, database: Path) -> None:

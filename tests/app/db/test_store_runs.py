@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.db.records import SearchOutcome
+from app.db.records import RunSpeed, SearchOutcome
 from app.db.store import Store
 from graph.errors import DatabaseError, UsageError
 from tests.app.db import samples
@@ -144,11 +144,14 @@ def test_execution_goes_from_start_to_finish(store: Store) -> None:
     strategy = store.put_strategy(samples.strategy(scene.graph_id, 0))
     number = store.start_execution(scene.execution(strategy))
     assert store.execution(number) == replace(scene.execution(strategy), id=number)
-    finished = store.finish_execution(number, [2.0, 4.0, 9.0], largest_deviation=1e-6)
+    finished = store.finish_execution(
+        number, [2.0, 4.0, 9.0], largest_deviation=1e-6, speed=RunSpeed(0.5, 1.8)
+    )
     assert (finished.minimum_s, finished.median_s, finished.mean_s) == (2.0, 4.0, 5.0)
     assert finished.throughput_samples_per_s == 8 / 4.0
     assert (finished.status, finished.step_times_s) == ("finished", (2.0, 4.0, 9.0))
     assert finished.largest_deviation == 1e-6
+    assert (finished.speed, finished.slowdown) == (0.5, 1.8)
     assert store.executions(strategy_id=strategy) == [finished]
     with pytest.raises(DatabaseError, match="has no step times"):
         store.finish_execution(number, [])
