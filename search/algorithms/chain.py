@@ -23,7 +23,6 @@ from search.orders import ORDERS, Order
 from search.outcome import NEVER_NS, Outcome
 from search.simulate.task_graph import TaskGraphBuilder
 
-POLISHING = "polishing"
 # Chains take turns of this many proposals, so that a time limit treats them alike.
 TURN = 32
 # Instead of a time in a proposal's record.
@@ -37,8 +36,6 @@ class SearchOptions:
     proposals: budget of all chains together. chains: how many. seed: of everything random.
     beta: how greedy; 300 accepts a step that is 1 % of the initial makespan longer with probability 0.05.
     order: of the simulation. time_limit_s: ends the search early; its result then depends on the machine.
-    stop_without_gain: the paper's rule, a chain ends when half of its budget has brought no improvement.
-    polish_proposals: greedy proposals from the best strategy after the chains, recorded as one more chain.
     shares: how often a move is of which kind.
 
     Raises:
@@ -51,8 +48,6 @@ class SearchOptions:
     beta: float = 300.0
     order: Order = "program"
     time_limit_s: float | None = None
-    stop_without_gain: bool = False
-    polish_proposals: int = 0
     shares: MoveShares = field(default_factory=MoveShares)
 
     def __post_init__(self) -> None:
@@ -62,7 +57,6 @@ class SearchOptions:
             ("seed", self.seed, 0),
             ("beta", self.beta, 0),
             ("time limit", self.time_limit_s if self.time_limit_s is not None else 0, 0),
-            ("polishing proposals", self.polish_proposals, 0),
         ):
             if not value >= least:
                 raise UsageError(f"search: {name} is {value}, must be at least {least}; choose another")
@@ -109,8 +103,6 @@ class Chain:
     best: ChainBest
     proposals: int = 0
     accepted: int = 0
-    gained_at: int = 0
-    stop_without_gain: bool = field(default=False, kw_only=True)
     # Of the start, and of all that follow it.
     sharding: tuple[Sharding, ...] = field(default=(), kw_only=True)
     recomputation: OperatorRanges = field(default=(), kw_only=True)
@@ -119,14 +111,13 @@ class Chain:
 
     @property
     def done(self) -> bool:
-        """Whether the budget is used, or half of it without gain where that is asked for."""
-        idle = self.proposals - self.gained_at
-        return self.proposals >= self.budget or (self.stop_without_gain and 2 * idle >= self.budget)
+        """Whether the budget is used."""
+        return self.proposals >= self.budget
 
     @property
     def left(self) -> int:
         """How many proposals it makes at most from here on."""
-        return 0 if self.done else self.budget - self.proposals
+        return max(0, self.budget - self.proposals)
 
     def bound_ns(self) -> int:
         """Draw the makespan up to which the next proposal is accepted."""
@@ -187,7 +178,6 @@ class Chain:
                 self.best = ChainBest(
                     proposed, tuple(evaluation.configurations), self.proposals, self.rewriting
                 )
-                self.gained_at = self.proposals
         elif changes:
             evaluation.roll_back()
         return proposed, bound_ns, accepted
@@ -216,7 +206,6 @@ class Chain:
             start=self.start,
             proposals=self.proposals,
             accepted=self.accepted,
-            gained_at=self.gained_at,
             best_at=self.best.found_at,
             initial=_pair(self.initial),
             current=_pair(self.current),
@@ -248,7 +237,7 @@ class Chain:
         self.initial, self.current = Outcome(*was.initial), Outcome(*was.current)
         if best is not None:
             self.best = ChainBest(Outcome(*was.best), best.configurations, was.best_at)
-        self.proposals, self.accepted, self.gained_at = was.proposals, was.accepted, was.gained_at
+        self.proposals, self.accepted = was.proposals, was.accepted
 
     def result(self, graph: OperatorGraph) -> ChainResult:
         """Return the chain's result so far."""
@@ -291,7 +280,7 @@ def start_chain(
     layout = builder.layout(strategy)
     evaluated = FullEvaluation(layout, options.order) if in_full else evaluation(layout, options.order)
     initial = evaluated.current()
-    chain = Chain(
+    return Chain(
         number,
         name,
         evaluated,
@@ -301,14 +290,9 @@ def start_chain(
         initial,
         initial,
         ChainBest(initial, strategy.configurations),
-        stop_without_gain=options.stop_without_gain,
         sharding=strategy.sharding,
         recomputation=strategy.recomputation,
     )
-    if name == POLISHING:
-        chain.budget = options.polish_proposals
-        chain.beta = float("inf")
-    return chain
 
 
 def resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: SearchOptions) -> Chain:

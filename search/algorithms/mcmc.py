@@ -26,7 +26,6 @@ from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmRe
 from search.algorithms.best_tracker import builder_of
 from search.algorithms.chain import (
     EXCEEDED,
-    POLISHING,
     STOPPED,
     TURN,
     Chain,
@@ -99,7 +98,6 @@ def search(
     problem: Problem,
     options: SearchOptions | None = None,
     *,
-    starts: Sequence[Strategy] = (),
     known: Sequence[Strategy] = (),
     resumed: Sequence[ResumedChain] = (),
     observer: Observer | None = None,
@@ -107,19 +105,19 @@ def search(
 ) -> SearchResult:
     """Search a fast strategy. The same arguments give the same result, unless there is a time limit.
 
-    Chains start from the given starts first, then from data parallel, expert, one device, and random strategies; on
-    many devices from data parallel and hybrids (`search.space.baselines.starting_baselines`).
+    Chains start from data parallel, expert, one device, and random strategies; on many devices from data parallel and
+    hybrids (`search.space.baselines.starting_baselines`).
     Each known strategy is the start of one more chain, with the budget of one of those: they walk as they do
     without it, so that a known strategy never makes a search worse.
-    Chains that are resumed go on from where they were, and make the proposals that they would have made; starts
-    and known strategies must be those of the search that was interrupted.
+    Chains that are resumed go on from where they were, and make the proposals that they would have made; known
+    strategies must be those of the search that was interrupted.
     Ctrl-C ends the search with the best strategy so far.
     With several workers, as many processes walk the chains where that is quicker (`search.algorithms.chain_pool`):
     the result is the same, and so is the record of each chain.
     A problem's builder keeps its fragment cache.
 
     Raises:
-        StrategyError: a given start does not fit, or nothing that was simulated fits the devices' memories.
+        StrategyError: a known strategy does not fit, or nothing that was simulated fits the devices' memories.
         CostError: a local call has no cost.
         UsageError: a resumed chain does not take the time any more that it took.
         RuntimeFailure: a worker was ended by somebody else.
@@ -128,7 +126,7 @@ def search(
     graph, device_count = problem.graph, problem.device_count
     began = time.monotonic()
     of_chains = [strategy for chain in resumed for strategy in (chain.current, chain.best)]
-    for strategy in (*starts, *known, *of_chains):
+    for strategy in (*known, *of_chains):
         strategy.validate(graph, device_count)
     builder = builder_of(problem)
     moves = Moves(graph, device_count, options.shares)
@@ -143,16 +141,11 @@ def search(
             recorder.proposals = sum(chain.proposals for chain in chains)
             recorder.accepted = sum(chain.accepted for chain in chains)
         else:
-            for number, start in enumerate(_starts(builder, moves, options, starts, known)):
+            for number, start in enumerate(_starts(builder, moves, options, known)):
                 chains.append(start_chain(builder, number, start.name, start.strategy, start.rng, options))
                 if observer is not None:
                     observer.on_start(number, start.name, start.strategy, start.heads)
         _walk(context, chains, recorder, workers)
-        if options.polish_proposals and chains[-1].start != POLISHING:
-            chains.append(_polishing(builder, chains, options))
-            if observer is not None:
-                observer.on_start(chains[-1].number, POLISHING, chains[-1].best_strategy(graph), None)
-            _walk(context, chains[-1:], recorder, 1)
     except KeyboardInterrupt:
         interrupted = True
     if not chains:
@@ -195,21 +188,14 @@ class Start:
 
 
 def _starts(
-    builder: TaskGraphBuilder,
-    moves: Moves,
-    options: SearchOptions,
-    given: Sequence[Strategy],
-    known: Sequence[Strategy],
+    builder: TaskGraphBuilder, moves: Moves, options: SearchOptions, known: Sequence[Strategy]
 ) -> list[Start]:
     """Return the start of every chain. A chain's generator depends on the seed and its number alone."""
     generators = [_generator(options, number) for number in range(options.chains)]
-    named = [(f"given {number}", start) for number, start in enumerate(given)][: options.chains]
-    if len(named) < options.chains:
-        named += _named_starts(builder, options)
-    named = named[: options.chains]
+    named = _named_starts(builder, options)[: options.chains]
     starts = [Start(name, strategy, rng) for (name, strategy), rng in zip(named, generators, strict=False)]
     starts += [_random_start(moves, rng) for rng in generators[len(starts) :]]
-    # One number further: that between is of the polishing chain.
+    # One number further, so that they walk as under older Soapstones, which had one more chain between.
     first = options.chains + 1
     for number, strategy in enumerate(known):
         starts.append(Start(f"known {number}", strategy, _generator(options, first + number)))
@@ -254,13 +240,6 @@ def _random_start(moves: Moves, rng: np.random.Generator) -> Start:
         chosen.update(follow(group, configured(drawn, moves.device_count)))
     configurations = tuple(chosen[index] for index in range(len(moves.graph.operators)))
     return Start("random", Strategy(moves.graph.digest, configurations), rng, heads)
-
-
-def _polishing(builder: TaskGraphBuilder, chains: Sequence[Chain], options: SearchOptions) -> Chain:
-    strategy = _best(chains).best_strategy(builder.graph)
-    return start_chain(
-        builder, len(chains), POLISHING, strategy, _generator(options, options.chains), options
-    )
 
 
 @frozen_heap()

@@ -96,7 +96,6 @@ class ChainSnapshot:
     start: str
     proposals: int
     accepted: int
-    gained_at: int
     best_at: int
     initial: tuple[int, int]
     current: tuple[int, int]

@@ -69,16 +69,16 @@ def test_every_visited_strategy_is_rebuilt(store: Store, walked: Walked, name: s
     """Also those of a start whose operators follow no head, and whose tasks share devices."""
     graph = GRAPHS[name]()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
-    # Hot, so that much is accepted; random, polishing and known chains are among these.
-    options = mcmc.SearchOptions(proposals=400, chains=5, seed=seed, beta=3, polish_proposals=20, shares=FAR)
+    # Hot, so that much is accepted; random and known chains are among these.
+    options = mcmc.SearchOptions(proposals=400, chains=5, seed=seed, beta=3, shares=FAR)
     search_id = begin(store, options)
     walk(store, search_id, graph, DEVICES, options, known=[odd])
-    assert {chain for chain, _ in walked.visited} == set(range(7))
+    assert {chain for chain, _ in walked.visited} == set(range(6))
     assert walked.visited[5, 0] == odd.configurations
     reader = TraceReader(store, search_id)
     keys = sorted(walked.visited)
     some = np.random.default_rng(seed).choice(len(keys), 40, replace=False).tolist()
-    for chain, step in {*(keys[drawn] for drawn in some), *((chain, 0) for chain in range(7))}:
+    for chain, step in {*(keys[drawn] for drawn in some), *((chain, 0) for chain in range(6))}:
         configurations = walked.visited[chain, step]
         rebuilt = Strategy(graph.digest, reader.configurations(chain, step))
         assert rebuilt.digest == Strategy(graph.digest, configurations).digest, (chain, step)
@@ -191,7 +191,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed:
     graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
     known = [odd, replace(fsdp(graph, DEVICES), recomputation=everything(graph))]
-    options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, polish_proposals=30, shares=FAR)
+    options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, shares=FAR)
     whole = begin(store, options)
     expected = walk(store, whole, graph, DEVICES, options, known=known)
 

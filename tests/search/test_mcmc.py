@@ -134,7 +134,7 @@ def test_the_best_strategy_takes_the_time_that_is_reported() -> None:
 
 def test_the_same_seed_gives_the_same_search() -> None:
     graph = branches()
-    options = SearchOptions(proposals=400, chains=5, seed=9, polish_proposals=50)
+    options = SearchOptions(proposals=400, chains=5, seed=9)
     records = [Record(), Record()]
     first, second = (run(graph, 4, options, record) for record in records)
     assert first.strategy == second.strategy
@@ -223,7 +223,7 @@ def searched_with_memory(memory_bytes: int) -> SearchResult:
             local_calls=local_calls,
         ),
         SearchOptions(proposals=600, chains=2, seed=1),
-        starts=[Strategy(two_layers(samples=64).digest, single_device_configurations())],
+        known=[Strategy(two_layers(samples=64).digest, single_device_configurations())],
     )
 
 
@@ -234,9 +234,9 @@ def single_device_configurations() -> tuple[Configuration, ...]:
 
 def test_a_start_beyond_the_memory_is_left_behind() -> None:
     result = searched_with_memory(13_000)
-    assert result.chains[0].start == "given 0"
-    assert result.chains[0].initial_s == float("inf")
-    assert result.chains[0].best_s < float("inf")
+    assert result.chains[2].start == "known 0"
+    assert result.chains[2].initial_s == float("inf")
+    assert result.chains[2].best_s < float("inf")
 
 
 def test_nothing_that_fits_is_an_error() -> None:
@@ -258,7 +258,7 @@ def test_an_illegal_start_is_refused() -> None:
     with pytest.raises(StrategyError, match="device 2 is not there"):
         search(
             Problem(graph, devices(2), CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls),
-            starts=[data_parallel(graph, 4)],
+            known=[data_parallel(graph, 4)],
         )
 
 
@@ -308,11 +308,6 @@ def test_an_interrupt_while_a_batch_is_handed_over_waits_for_it(
     assert result.interrupted
     assert record.whole == len(record.batches) >= 1
     assert len(record.column("step")) == result.proposals < 200
-
-
-def test_a_chain_without_gain_stops() -> None:
-    options = SearchOptions(proposals=4000, chains=2, seed=1, beta=float("1e9"), stop_without_gain=True)
-    assert run(tiny(), 2, options).proposals < 4000
 
 
 def test_a_time_limit_of_nothing_gives_the_best_start() -> None:

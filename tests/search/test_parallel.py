@@ -107,9 +107,8 @@ def rows(record: Record) -> dict[tuple[int, int], tuple[Any, ...]]:
 
 
 CASES = {
-    "polished": SearchOptions(proposals=300, chains=5, seed=9, polish_proposals=30),
+    "program": SearchOptions(proposals=300, chains=5, seed=9),
     "fifo": SearchOptions(proposals=200, chains=3, seed=1, order="fifo"),
-    "without gain": SearchOptions(proposals=800, chains=4, seed=2, beta=1e9, stop_without_gain=True),
 }
 
 

@@ -357,6 +357,7 @@ def snapshots_of(text: str) -> list[ChainSnapshot]:
     """Return the snapshots of chains in a text of `snapshots_text`."""
     snapshots = []
     for entry in json.loads(text):
+        entry.pop("gained_at", None)  # in traces of older Soapstones, the same as `best_at`
         pairs = {name: (int(entry[name][0]), int(entry[name][1])) for name in ("initial", "current", "best")}
         snapshots.append(ChainSnapshot(**{**entry, **pairs}))
     return snapshots

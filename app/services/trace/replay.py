@@ -30,7 +30,6 @@ from graph.errors import UsageError
 from graph.operator_ranges import ranges_from_json, ranges_to_json
 from graph.operators import ValueKind
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
-from search.algorithms.chain import POLISHING
 from search.algorithms.moves import copied
 from search.algorithms.proposal_log import ChainSnapshot, ResumedChain
 from search.space.groups import Group, follow
@@ -295,9 +294,6 @@ def resumed_chains(
     for was in reader.snapshots():
         index = known_place(was.start)
         like = known[index] if index is not None and index < len(known) else Strategy(graph_digest, ())
-        if was.start == POLISHING and result:
-            # It began with the best of those before it.
-            like = min(result, key=lambda chain: tuple(chain.snapshot.best)).best
         current, best = (
             like.with_configurations(reader.configurations(was.number, step))
             for step in (was.proposals, was.best_at)
