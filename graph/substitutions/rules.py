@@ -7,13 +7,13 @@ A rule holds in both directions; to apply it from one side, all variables of the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from graph.substitutions.terms import Term, parse, subterms, type_of, variables
+from graph.substitutions.terms import Term, parse
 from graph.substitutions.types import TensorType, parse_type
 
 PATH = Path(__file__).with_name("rules.json")
@@ -30,42 +30,21 @@ class Rule:
     conditions: tuple[str, ...]
     properties: tuple[str, ...]
 
-    def applies_backwards(self) -> bool:
-        """Return whether the target names all variables, so that it may be replaced by the source."""
-        return set(variables(*self.source)) <= set(variables(*self.target))
 
-    def applies_forwards(self) -> bool:
-        """Return whether the source names all variables, so that it may be replaced by the target."""
-        return set(variables(*self.target)) <= set(variables(*self.source))
-
-
-def conditions(terms: Iterable[Term], types: Mapping[str, TensorType]) -> tuple[str, ...]:
-    """Return the divisibilities that the partitions of `terms` need, such as "k divides a"."""
-    found: set[str] = set()
-    for term in terms:
-        for part in subterms(term):
-            if part.kind == "partition":
-                extent = type_of(part.operands[0], types).dims[int(part.attributes[0])]
-                found.add(f"{part.attributes[1]} divides {extent}")
-    return tuple(sorted(found))
+@cache
+def load_rules() -> tuple[Rule, ...]:
+    """Return all rules of the file that `scripts/rules` wrote, in its order."""
+    return tuple(map(_rule, _entries()))
 
 
 @cache
-def load_rules(path: Path = PATH) -> tuple[Rule, ...]:
-    """Return all rules of a file that `scripts/rules` wrote, in its order."""
-    return tuple(map(_rule, _entries(path)))
-
-
-@cache
-def offered_rules(path: Path = PATH) -> tuple[tuple[Rule, str], ...]:
+def offered_rules() -> tuple[tuple[Rule, str], ...]:
     """Return the rules that networks are offered, each with a direction: "forwards" or "backwards"."""
-    return tuple(
-        (_rule(entry), direction) for entry in _entries(path) for direction in entry.get("offered", ())
-    )
+    return tuple((_rule(entry), direction) for entry in _entries() for direction in entry.get("offered", ()))
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rules"]
+def _entries() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(PATH.read_text(encoding="utf-8"))["rules"]
     return entries
 
 

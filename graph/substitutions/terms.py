@@ -28,12 +28,8 @@ from graph.substitutions.types import (
 
 Attribute = int | str
 VARIABLE = "variable"
-COMMUTATIVE = frozenset({"add", "multiply"})
 SPATIAL = ("h", "v", "r", "t")
 """The extents of an image and of a kernel, which have these names, so that neither is taken for the other."""
-PARALLEL = frozenset({"partition", "combine", "replicate", "reduce"})
-INFERENCE = frozenset({"batch_norm"})
-"""Operators that a step of training has in another form: it normalizes by the statistics of its own batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +62,6 @@ def subterms(term: Term) -> Iterator[Term]:
     for operand in term.operands:
         yield from subterms(operand)
     yield term
-
-
-def variables(*terms: Term) -> list[str]:
-    """Return the names of all variables, by first occurrence."""
-    found = (part.name for term in terms for part in subterms(term) if part.kind == VARIABLE)
-    return list(dict.fromkeys(found))
-
-
-def operators(*terms: Term) -> set[Term]:
-    """Return the different operators of a graph; both halves of a split are outputs of one."""
-    found = {part for term in terms for part in subterms(term) if part.kind != VARIABLE}
-    return {
-        Term("split", (part.attributes[0], part.attributes[2]), part.operands)
-        if part.kind == "split"
-        else part
-        for part in found
-    }
-
-
-def substitute(term: Term, values: Mapping[Term, Term]) -> Term:
-    """Return `term` with each term that is a key of `values`, largest first, in its value's place."""
-    if term in values:
-        return values[term]
-    if not term.operands:
-        return term
-    operands = tuple(substitute(operand, values) for operand in term.operands)
-    return term if operands == term.operands else Term(term.kind, term.attributes, operands)
 
 
 def parse(text: str) -> Term:

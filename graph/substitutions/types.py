@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graph.errors import GraphError
@@ -159,12 +159,3 @@ def parse_type(text: str) -> TensorType:
     """Return the type that `str` writes, of a variable."""
     dims, *degrees = text.split("@")
     return TensorType(tuple(map(parse_extent, dims.split(","))), tuple(degrees))
-
-
-def atoms(extent: Extent) -> Iterator[str]:
-    """Iterate over the names of the atoms of `extent`, in their order."""
-    for piece in extent.pieces:
-        if piece.kind == "atom":
-            yield piece.name
-        for inner in piece.of:
-            yield from atoms(inner)

@@ -8,13 +8,14 @@ import time
 from collections import Counter
 from hashlib import blake2b
 
-from graph.substitutions.rules import PATH, conditions
+from graph.substitutions.rules import PATH
 from graph.substitutions.terms import VARIABLE, subterms
 from scripts.substitutions.enumeration import enumerate_family, equal_graphs
 from scripts.substitutions.families import COMPOSED, FAMILIES
 from scripts.substitutions.offering import offered
 from scripts.substitutions.proofs import prove
 from scripts.substitutions.pruning import SETTINGS, Candidate, canonical, generalized, read_candidate
+from scripts.substitutions.terms import conditions
 
 
 def main() -> int:

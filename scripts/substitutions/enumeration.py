@@ -12,19 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from graph.substitutions.terms import (
-    COMMUTATIVE,
-    OPERATORS,
-    PARALLEL,
-    VARIABLE,
-    Attribute,
-    Term,
-    subterms,
-    variable,
-)
+from graph.substitutions.terms import OPERATORS, VARIABLE, Attribute, Term, subterms, variable
 from graph.substitutions.types import Extent, IllTypedTerm, TensorType, parse_type
 from scripts.substitutions.execution import RandomInputs, TensorValue, apply, execute
 from scripts.substitutions.families import Choice, Family
+from scripts.substitutions.terms import COMMUTATIVE, PARALLEL
 
 Side = tuple[Term, ...]
 SidePair = tuple[Side, Side]

@@ -13,8 +13,9 @@ from zlib import crc32
 
 import numpy as np
 
-from graph.substitutions.terms import VARIABLE, Attribute, Term, applied, variables
-from graph.substitutions.types import IllTypedTerm, TensorType, atoms
+from graph.substitutions.terms import VARIABLE, Attribute, Term, applied
+from graph.substitutions.types import IllTypedTerm, TensorType
+from scripts.substitutions.terms import atoms, variables
 
 PRIME = 1_000_003
 Array = np.ndarray[Any, np.dtype[np.int64]]

@@ -12,21 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 
-from graph.substitutions.terms import (
-    COMMUTATIVE,
-    INFERENCE,
-    VARIABLE,
-    Attribute,
-    Term,
-    operators,
-    substitute,
-    subterms,
-    type_of,
-    variables,
-)
+from graph.substitutions.terms import VARIABLE, Attribute, Term, subterms, type_of
 from graph.substitutions.translation import TARGETS
-from graph.substitutions.types import Extent, IllTypedTerm, TensorType, atoms, factors
+from graph.substitutions.types import Extent, IllTypedTerm, TensorType, factors
 from scripts.substitutions.enumeration import Side
+from scripts.substitutions.terms import COMMUTATIVE, INFERENCE, atoms, operators, substitute, variables
 
 FORWARDS, BACKWARDS = "forwards", "backwards"
 SIZES = (3, 32)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 
 import z3
 
-from graph.substitutions.terms import VARIABLE, Attribute, Term, substitute, subterms, type_of, variables
+from graph.substitutions.terms import VARIABLE, Attribute, Term, subterms, type_of
 from graph.substitutions.types import IllTypedTerm, TensorType
 from scripts.substitutions.properties import PROPERTIES, Property
+from scripts.substitutions.terms import substitute, variables
 
 TERMS = 150
 """Terms that are rewritten, of each side: proofs of the packaged rules need far fewer."""

@@ -8,20 +8,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from graph.errors import GraphError
-from graph.substitutions.terms import (
-    COMMUTATIVE,
-    VARIABLE,
-    Term,
-    parse,
-    substitute,
-    subterms,
-    type_of,
-    variable,
-    variables,
-)
+from graph.substitutions.terms import VARIABLE, Term, parse, subterms, type_of, variable
 from graph.substitutions.types import IllTypedTerm, TensorType, parse_type
 from scripts.substitutions.enumeration import Side, SidePair
 from scripts.substitutions.execution import RandomInputs, execute
+from scripts.substitutions.terms import COMMUTATIVE, substitute, variables
 
 SETTINGS = (RandomInputs({"k": 2, "m": 3}, 11), RandomInputs({"k": 3, "m": 2}, 12))
 """What candidates are confirmed on: other extents, degrees and values than those they were found on."""

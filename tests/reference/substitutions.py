@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from graph.substitutions.terms import VARIABLE, Term, type_of
-from graph.substitutions.types import TensorType, atoms
+from graph.substitutions.types import TensorType
+from scripts.substitutions.terms import atoms
 
 Index = tuple[int, ...]
 
