@@ -195,32 +195,3 @@ def assembly_on(collective: Collective, assemblies: Sequence[Assembly], device: 
         if assemblies[number].device == device:
             return assemblies[number]
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Volume:
-    """The elements that a collective moves.
-
-    whole: of an all-reduce, broadcast or reduce the region; of an all-gather or reduce-scatter all its chunks
-        together; of an all-to-all what crosses devices.
-    largest: of an all-to-all the largest message between two devices times the number of devices; else `whole`.
-        Its steps are as long as their largest message.
-    """
-
-    whole: int
-    largest: int
-
-
-def moved(collective: Collective, assemblies: Sequence[Assembly]) -> Volume:
-    """Return the elements that a collective moves."""
-    members = [assemblies[number] for number in collective.assemblies]
-    if collective.kind is CollectiveKind.ALL_TO_ALL:
-        crossing = [volume(piece.region) for member in members for piece in member.remote_pieces]
-        return Volume(sum(crossing), max(crossing) * len(collective.devices))
-    if collective.kind is CollectiveKind.REDUCE_SCATTER:
-        whole = sum(volume(member.region) for member in members)
-    elif collective.kind is CollectiveKind.ALL_GATHER:
-        whole = sum(volume(piece.region) for piece in members[0].pieces)
-    else:
-        whole = volume(members[0].pieces[0].region)
-    return Volume(whole, whole)

@@ -8,6 +8,7 @@ so plain boxes over dims would not do. Everything here is exact integer arithmet
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 Interval = tuple[int, int]
 IndexSet = tuple[Interval, ...]
@@ -65,23 +66,6 @@ def intersect(left: IndexSet, right: IndexSet) -> IndexSet:
     return tuple(result)
 
 
-def subtract(left: IndexSet, right: IndexSet) -> IndexSet:
-    """Return the indexes of `left` that are not in `right`."""
-    result: list[Interval] = []
-    for start, stop in left:
-        for other_start, other_stop in right:
-            if other_stop <= start:
-                continue
-            if other_start >= stop:
-                break
-            if other_start > start:
-                result.append((start, other_start))
-            start = max(start, other_stop)
-        if start < stop:
-            result.append((start, stop))
-    return tuple(result)
-
-
 def product(outer: IndexSet, inner: IndexSet, inner_size: int) -> IndexSet:
     """Return {o * inner_size + i} for o in `outer` and i in `inner`, a mixed-radix product."""
     if inner == full(inner_size):
@@ -128,10 +112,7 @@ def slice_of(indexes: IndexSet, start: int, stop: int) -> IndexSet:
 
 def volume(region: Region) -> int:
     """Return the number of elements of a region; a region of no dims (a scalar) has one."""
-    result = 1
-    for indexes in region:
-        result *= count(indexes)
-    return result
+    return prod(map(count, region))
 
 
 def shape(region: Region) -> tuple[int, ...]:

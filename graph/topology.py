@@ -254,10 +254,6 @@ class Topology:
         """Return the kind of the device at index `device`."""
         return self.kind(self.device(device).kind_name)
 
-    def node_of(self, device: int) -> int:
-        """Return the node that holds the device at index `device`."""
-        return self.device(device).node
-
     def contention_of(self, kind_name: str) -> float:
         """Return the extra compute seconds per second of overlapped communication on `kind_name`."""
         return dict(self.contention).get(kind_name, 0.0)

@@ -111,6 +111,6 @@ class RankClock:
         """Return the least of the wishes of all ranks of a group, between 1 and `most`."""
         return int(self.least([min(float(most), max(1.0, wish))], group)[0])
 
-    def everywhere(self, condition: bool, group: Any = None) -> bool:  # noqa: FBT001 - of one meaning
-        """Return whether something is true on all ranks of a group."""
-        return bool(self.least([float(condition)], group)[0])
+    def everywhere(self, condition: bool) -> bool:  # noqa: FBT001 - of one meaning
+        """Return whether something is true on all ranks."""
+        return bool(self.least([float(condition)])[0])

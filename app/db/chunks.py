@@ -324,7 +324,7 @@ def _recover_kind(store: RunStore, search_id: int, kind: TraceKind, folder: Path
         lost = any(not (folder / part.name).is_file() for part in parts)
         last = max((other.last for other in chunks), default=0)
         if rows is not None and not chunk.is_merged and chunk.first == last + 1:
-            store.record_trace(search_id, kind, relative(store, path), rows)
+            store.record_traces(search_id, [TraceRecord(search_id, kind, relative(store, path), rows)])
             chunks.append(chunk)
         elif rows is not None and lost:
             old = [relative(store, folder / part.name) for part in parts]

@@ -151,22 +151,13 @@ class RunStore(StorePart):
         """Return the newest searches, of one graph if asked."""
         return self._newest(SearchRecord, "started_at", limit, graph_id=graph_id)
 
-    def record_trace(self, search_id: int, kind: TraceKind, path: str, rows: int) -> int:
-        """Register a Parquet chunk of a search, by its path relative to the trace root; return its id.
-
-        The chunk's folder becomes the search's `trace_path`. Registering a chunk again changes
-        nothing.
-        """
-        trace = TraceRecord(search_id=search_id, kind=kind, path=path, rows=rows)
-        self.record_traces(search_id, [trace])
-        with self.read() as connection:
-            table = models.traces
-            return int(connection.execute(sa.select(table.c.id).where(table.c.path == path)).scalar_one())
-
     def record_traces(
         self, search_id: int, traces: Sequence[TraceRecord], outcome: SearchOutcome | None = None
     ) -> None:
-        """Register chunks as `record_trace` does, and store how far the search has come, in one transaction."""
+        """Register Parquet chunks of a search, and store how far the search has come, in one transaction.
+
+        Their folder becomes the search's `trace_path`. Registering a chunk again changes nothing.
+        """
         row = {} if outcome is None else row_of(outcome)
         if outcome is not None and outcome.best_strategy_id is None:
             del row["best_strategy_id"]  # what it found before it was resumed

@@ -149,11 +149,11 @@ def _numbers(text: Any, kind: type) -> tuple[Any, ...]:
 # ---- documents and their digests
 
 
-def _check_hash(row: Row, column: str, key: str = "digest", text: str | None = None) -> None:
+def _check_hash(row: Row, column: str, text: str | None = None) -> None:
     """Check a document whose digest is that of its text."""
     hashed = hashlib.sha256((row[column] if text is None else text).encode(errors="replace")).hexdigest()
-    if hashed != row[key]:
-        raise Fault(column, f"has the digest {hashed[:12]}, column {key} says {row[key][:12]}")
+    if hashed != row["digest"]:
+        raise Fault(column, f"has the digest {hashed[:12]}, column digest says {row['digest'][:12]}")
 
 
 def _check_topology(row: Row, _values: Row) -> None:

@@ -25,7 +25,6 @@ from graph.substitutions.terms import VARIABLE, Attribute, Term, subterms
 Arguments = tuple[tuple[str, Argument], ...]
 SymbolMeaning = tuple[str, Arguments]
 """The target and the arguments, without its tensors, of the operator that a kind stands for."""
-SYMBOLS = frozenset({"relu", "scale", "conv"})
 _BINARY = {"add": "aten.add.Tensor", "multiply": "aten.mul.Tensor"}
 _SCALES = frozenset({"aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"})
 PERMUTATION = "aten.permute.default"

@@ -354,6 +354,7 @@ def write(url: str, start: Barrier, writer: int, rounds: int) -> None:
         GraphRecord,
         SearchRecord,
         TopologyRecord,
+        TraceRecord,
         TrainingRecord,
     )
     from app.db.store import Store
@@ -377,7 +378,6 @@ def write(url: str, start: Barrier, writer: int, rounds: int) -> None:
         )
         for number, some in enumerate(costs):
             store.put_op_costs(kind, environment, some)
-            store.record_trace(
-                search_id, "proposals", f"x.traces/search-{search_id}/chunk-{number:06d}", 1024
-            )
+            path = f"x.traces/search-{search_id}/chunk-{number:06d}"
+            store.record_traces(search_id, [TraceRecord(search_id, "proposals", path, 1024)])
         store.halt_search(search_id, "finished")

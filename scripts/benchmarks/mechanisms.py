@@ -102,7 +102,7 @@ def predicted_again(store: Store, execution: ExecutionRecord, graphs: dict[int, 
     from app.services.timeline.simulated_step import simulated_step, stored_costs
     from search.cost.cost_table import CostTable
     from search.simulate.simulator import simulate_tasks
-    from search.simulate.task_graph import build_task_graph
+    from search.simulate.task_graph import TaskGraphBuilder
 
     record = store.strategy(execution.strategy_id)
     step = simulated_step(
@@ -120,7 +120,9 @@ def predicted_again(store: Store, execution: ExecutionRecord, graphs: dict[int, 
         NO_CONTENTION: (uncontended, target.link_costs),
     }
     task_graphs = {
-        variant: build_task_graph(step.graph, step.strategy, topology, table, step.training, links=costs)
+        variant: TaskGraphBuilder(step.graph, topology, table, step.training, links=costs).build(
+            step.strategy
+        )
         for variant, (topology, costs) in variants.items()
     }
     predicted_s = {variant: simulate_tasks(tasks).step_time_s for variant, tasks in task_graphs.items()}

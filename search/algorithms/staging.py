@@ -24,7 +24,6 @@ from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import Baseline, shared
 from search.space.groups import Group, find_groups, follow
 from search.space.pipelines import (
-    MOST_CUTS,
     MOST_STAGES,
     Split,
     Splits,
@@ -90,14 +89,12 @@ class Staging:
 class Stagings:
     """Stagings of a problem, and their strategies."""
 
-    def __init__(
-        self, problem: Problem, builder: TaskGraphBuilder | None = None, most_cuts: int = MOST_CUTS
-    ) -> None:
-        """Take a problem, whose fragments are those of `builder`, and into how many segments it is cut at most."""
+    def __init__(self, problem: Problem, builder: TaskGraphBuilder | None = None) -> None:
+        """Take a problem, whose fragments are those of `builder`."""
         self.problem = problem
         self.graph = problem.graph
         self.splits = Splits(problem.graph)
-        self.cuts = cut_points(problem.graph, most_cuts)
+        self.cuts = cut_points(problem.graph)
         self.costs = PipelineCosts(problem, self.splits, self.cuts, builder or builder_of(problem))
         self.groups: tuple[Group, ...] = find_groups(problem.graph)
         # By whether all micro-batches are in flight; ascending.

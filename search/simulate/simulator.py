@@ -108,11 +108,6 @@ class Simulation:
         return tuple(float(item) / 1e9 for item in launched_ns)
 
     @cached_property
-    def communication_s(self) -> float:
-        """Seconds of all transfers and collectives together, each counted once."""
-        return int(self.busy_ns[~self._is_compute].sum()) / 1e9
-
-    @cached_property
     def bounds_ns(self) -> tuple[int, int]:
         """The least and the most that the order can make of these tasks: all of the busiest resource, all there is.
 

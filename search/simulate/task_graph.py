@@ -109,7 +109,8 @@ class TaskGraph:
         weights are gathered, the value of a transfer or collective (renewed buffers after the values that operators
         make), the bucket of its sum or of the gather after its update, the device of an update.
     part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
-    size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
+    size_bytes_T: bytes of a transfer, a bucket or a collective, else 0: of an all-gather or reduce-scatter all its
+        chunks, of an all-to-all what crosses devices, of others the region.
     launched_ns_T: when the host has issued the task at the earliest, which issues those of a device in program order.
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
     contention_ppm_D: by how much communication slows compute, in parts per million.
@@ -403,27 +404,3 @@ class TaskGraphBuilder:
             resource_sets=type(resource_sets)(*(array.copy() for array in resource_sets)),
             micro_batch_T=micro_batch_T,
         )
-
-
-def build_task_graph(
-    graph: OperatorGraph,
-    strategy: Strategy,
-    topology: Topology,
-    costs: CostTable,
-    training: Training,
-    *,
-    links: LinkCosts | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    local_calls: LocalCalls | None = None,
-) -> TaskGraph:
-    """Return the task graph of a strategy.
-
-    Raises:
-        StrategyError: the strategy does not fit the graph or the topology.
-        CostError: a local call has no cost.
-    """
-    strategy.validate(graph, len(topology.devices))
-    builder = TaskGraphBuilder(
-        graph, topology, costs, training, links=links, bucket_bytes=bucket_bytes, local_calls=local_calls
-    )
-    return builder.build(strategy)

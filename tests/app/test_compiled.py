@@ -16,7 +16,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.simulate.simulator import simulate_tasks
-from search.simulate.task_graph import TaskKind, build_task_graph
+from search.simulate.task_graph import TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel
 from tests.app.conftest import Command
 from tests.runtime.oracle import graph_of
@@ -69,7 +69,7 @@ def test_a_compiled_stretch_takes_its_own_time_in_the_simulation() -> None:
     stretches = compiled_stretches(graph, strategy, topology)
     (of,) = stretches
     assert [index for index, _ in of.parts] == list(graph.order.of_loss)
-    tasks = build_task_graph(graph, strategy, topology, table, Training(batch_size=4))
+    tasks = TaskGraphBuilder(graph, topology, table, Training(batch_size=4)).build(strategy)
     changed = with_compiled_costs(tasks, stretches, table)
     for kind, whole_ns in ((TaskKind.FORWARD, 4_000_000), (TaskKind.BACKWARD, 8_000_000)):
         own = changed.kind_T == kind

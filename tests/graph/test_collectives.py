@@ -19,7 +19,6 @@ from graph.collectives import (
     CollectiveKind,
     assembly_on,
     by_source,
-    moved,
     received,
     recognize,
     sent,
@@ -27,6 +26,7 @@ from graph.collectives import (
 from graph.exchange import Assembly, Consumer, exchange
 from graph.intervals import Region, relative_region, shape, volume
 from graph.strategy import Configuration
+from tests.reference.taskgraph import moved
 
 ROWS, COLUMNS = 12, 8
 SEEDS = range(600)

@@ -97,7 +97,7 @@ def test_packaged_topology_loads_with_complete_routes(name: str) -> None:
 def test_packaged_topology_has_its_nodes_and_devices(name: str, nodes: int, devices: int) -> None:
     topology = load_topology(name)
     assert (topology.node_count, len(topology.devices)) == (nodes, devices)
-    assert [topology.node_of(index) for index in (0, devices - 1)] == [0, nodes - 1]
+    assert [topology.device(index).node for index in (0, devices - 1)] == [0, nodes - 1]
 
 
 def test_nvlink_joins_every_pair_both_ways() -> None:

@@ -7,7 +7,7 @@ from math import prod
 from graph.axes import Degrees
 from graph.buckets import Gather
 from graph.calls import LocalCall
-from graph.collectives import BACKWARD, Collective, CollectiveKind, moved, sent
+from graph.collectives import BACKWARD, Collective, CollectiveKind, sent
 from graph.exchange import Assembly
 from graph.intervals import volume
 from graph.operators import Operator, OperatorGraph, ValueKind
@@ -24,6 +24,35 @@ from tests.reference.links import collective_price, message_s
 Calls = Callable[[OperatorGraph, Operator, Degrees], tuple[LocalCall, ...]]
 # ("forward", operator, task), ("transfer", value, assembly, piece), ("synchronize", bucket), ...
 Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """The elements that a collective moves.
+
+    whole: of an all-reduce, broadcast or reduce the region; of an all-gather or reduce-scatter all its chunks
+        together; of an all-to-all what crosses devices.
+    largest: of an all-to-all the largest message between two devices times the number of devices; else `whole`.
+        Its steps are as long as their largest message.
+    """
+
+    whole: int
+    largest: int
+
+
+def moved(collective: Collective, assemblies: Sequence[Assembly]) -> Volume:
+    """Return the elements that a collective moves."""
+    members = [assemblies[number] for number in collective.assemblies]
+    if collective.kind is CollectiveKind.ALL_TO_ALL:
+        crossing = [volume(piece.region) for member in members for piece in member.remote_pieces]
+        return Volume(sum(crossing), max(crossing) * len(collective.devices))
+    if collective.kind is CollectiveKind.REDUCE_SCATTER:
+        whole = sum(volume(member.region) for member in members)
+    elif collective.kind is CollectiveKind.ALL_GATHER:
+        whole = sum(volume(piece.region) for piece in members[0].pieces)
+    else:
+        whole = volume(members[0].pieces[0].region)
+    return Volume(whole, whole)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from runtime.jobs.models import split_batch
 from runtime.lowering.loss_count import counted_loss
 from runtime.lowering.program import compile_program
 from search.cost.cost_table import CostTable
-from search.simulate.task_graph import TaskKind, build_task_graph
+from search.simulate.task_graph import TaskGraphBuilder, TaskKind
 from search.space.baselines import fsdp
 from tests.quick import few, seeds
 from tests.runtime.oracle import SEED, assert_equal, graph_of, make_job, reference, train_plain
@@ -167,9 +167,9 @@ def test_ranks_gather_and_sum_shares_as_the_simulator_says(
     )
     strategy = with_whole_weights(graph, strategy)
     topology = devices(4)
-    tasks = build_task_graph(
-        graph, strategy, topology, CostTable(MadeUpCosts(1e-7)), Training(count), bucket_bytes=200
-    )
+    tasks = TaskGraphBuilder(
+        graph, topology, CostTable(MadeUpCosts(1e-7)), Training(count), bucket_bytes=200
+    ).build(strategy)
     names = {
         TaskKind.FORWARD_GATHER: "gather",
         TaskKind.BACKWARD_GATHER: "gather",

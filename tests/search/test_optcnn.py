@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graph.axes import operand_regions, tasks
-from graph.collectives import BACKWARD, SUMMABLE, moved, recognize
+from graph.collectives import BACKWARD, SUMMABLE, recognize
 from graph.errors import UsageError
 from graph.exchange import exchange
 from graph.intervals import volume
@@ -35,6 +35,7 @@ from search.space.enumerated_space import (
 from search.space.groups import find_groups, following
 from tests.quick import seeds
 from tests.reference.links import collective_price, message_s
+from tests.reference.taskgraph import moved
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, two_layers
 from tests.search.small import small_problem, strategies
 

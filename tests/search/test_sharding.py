@@ -12,7 +12,8 @@ from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy, stays_whole
 from graph.topology import Topology
-from search.algorithms.mcmc import SearchOptions, search
+from search.algorithms.chain import SearchOptions
+from search.algorithms.mcmc import search
 from search.algorithms.weight_sharding import share_weights
 from search.bounds.lower_bound import best_times_bound
 from search.cost.cost_table import CostTable
@@ -24,7 +25,7 @@ from search.outcome import NEVER_NS, Outcome
 from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.simulate.strategy_state import Layout
-from search.simulate.task_graph import build_task_graph
+from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import data_parallel, fsdp, shared, zero
 from tests.reference import taskgraph as reference
 from tests.search.builders import MadeUpCosts, devices, local_calls, random_anywhere, random_mesh, viewed
@@ -153,9 +154,9 @@ def test_weights_are_shared_where_else_they_do_not_fit() -> None:
     assert share_weights(roomy, (plain,), most=200).strategy.sharding == ()
 
     def peak(strategy: Strategy) -> int:
-        tasks = build_task_graph(
-            graph, strategy, roomy.topology, roomy.costs, TRAINING, links=dear, local_calls=local_calls
-        )
+        tasks = TaskGraphBuilder(
+            graph, roomy.topology, roomy.costs, TRAINING, links=dear, local_calls=local_calls
+        ).build(strategy)
         return int(tasks.peak_memory_D.max())
 
     assert peak(fsdp(graph, 4)) < peak(zero(graph, 4)) < peak(plain)

@@ -16,7 +16,7 @@ from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.simulate.arrays import operator_values
-from search.simulate.task_graph import TaskGraph, TaskGraphBuilder, TaskKind, build_task_graph
+from search.simulate.task_graph import TaskGraph, TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from tests.reference import taskgraph as reference
 from tests.search.builders import (
@@ -55,16 +55,15 @@ KINDS = {
 
 
 def built(graph: OperatorGraph, strategy: Strategy, topology: Topology, links: LinkCosts) -> TaskGraph:
-    return build_task_graph(
+    return TaskGraphBuilder(
         graph,
-        strategy,
         topology,
         CostTable(LaunchedCosts()),
         TRAINING,
         links=links,
         bucket_bytes=BUCKET_BYTES,
         local_calls=local_calls,
-    )
+    ).build(strategy)
 
 
 def subject(graph: OperatorGraph, key: reference.Key) -> int:
@@ -221,7 +220,9 @@ def test_equal_costs_are_asked_for_once() -> None:
     table = CostTable(source)
     graph = two_layers()
     for _ in range(2):
-        build_task_graph(graph, data_parallel(graph, 2), devices(2), table, TRAINING, local_calls=local_calls)
+        TaskGraphBuilder(graph, devices(2), table, TRAINING, local_calls=local_calls).build(
+            data_parallel(graph, 2)
+        )
     assert len(source.asked) == len(set(source.asked)) == len(table.met().calls)
     # First and second layer are the same call but for the gradient of the input; two halves are one call.
     assert len(source.asked) == 5

@@ -5,12 +5,13 @@ import pytest
 
 from graph.rules import local_calls
 from graph.training import Training
-from search.algorithms.mcmc import SearchOptions, search
+from search.algorithms.chain import SearchOptions
+from search.algorithms.mcmc import search
 from search.cost.calls_to_profile import calls_to_profile
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
-from search.simulate.task_graph import build_task_graph
+from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.configurations import enumerate_degrees
 from search.space.groups import carried, find_groups
@@ -44,9 +45,9 @@ def test_task_graph_is_the_plan(name: str) -> None:
             graph, strategy, topology, MadeUpCosts(), TRAINING, local_calls, BUCKET_BYTES, LinkCosts()
         )
         expected = deriver.derive()
-        tasks = build_task_graph(
-            graph, strategy, topology, CostTable(MadeUpCosts()), TRAINING, bucket_bytes=BUCKET_BYTES
-        )
+        tasks = TaskGraphBuilder(
+            graph, topology, CostTable(MadeUpCosts()), TRAINING, bucket_bytes=BUCKET_BYTES
+        ).build(strategy)
         check_equal(tasks, expected)
         assert tasks.peak_memory_D.tolist() == deriver.peak_memory()
 

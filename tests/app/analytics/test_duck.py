@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from app.analytics.catalog import CATALOG
 from app.analytics.duck import connect
-from app.db.records import LinkCostRecord, LinkFitRecord, SearchOutcome
+from app.db.records import LinkCostRecord, LinkFitRecord, SearchOutcome, TraceRecord
 from app.db.rows import (
     TRACE_COLUMNS,
     ConfigurationEntry,
@@ -173,8 +173,7 @@ def test_registered_paths_cannot_lead_elsewhere(store: Store, tmp_path: Path) ->
         f"{store.database.trace_folder.name}/../{os.path.relpath(elsewhere, root)}",
         link.relative_to(root).as_posix(),
     ]
-    for path in paths:
-        store.record_trace(search, "proposals", path, 10)
+    store.record_traces(search, [TraceRecord(search, "proposals", path, 10) for path in paths])
     assert query(store, "SELECT count(*) FROM proposals") == [(10,)]
     assert query(store, "SELECT count(*) FROM traces WHERE NOT present") == [(len(paths),)]
 

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from app.db import check, engine, schema
 from app.db.engine import migration_engine, resolve_url
-from app.db.records import TASK_ORDERS
+from app.db.records import TASK_ORDERS, TraceRecord
 from app.db.schema import downgrade, open_database, status, upgrade
 from app.db.store import Store
 from graph.errors import DatabaseError
@@ -195,7 +195,8 @@ def test_0001_is_upgraded_and_taken_back_with_its_rows(database_url: str) -> Non
         ]
         assert store.search(2).owner is None
         assert store.search(2).lower_bound_s is None
-        store.record_trace(2, "starts", "x.traces/search-2/starts-000001.parquet", 3)
+        chunk = TraceRecord(2, "starts", "x.traces/search-2/starts-000001.parquet", 3)
+        store.record_traces(2, [chunk])
         (simulation,) = store.simulations(strategy_id=1)
         for order in TASK_ORDERS:
             store.put_simulation(replace(simulation, task_order=order, cost_digest="d"))
