@@ -30,7 +30,7 @@ from graph.importing.specs import spec_of
 from graph.importing.unrolling import UNROLLERS
 from graph.intervals import full_region
 from graph.operators import OperatorGraph, ValueKind
-from graph.rules import rule_for
+from graph.rules.registry import rule_for
 
 BATCH_NORM_MODES = ("synchronized", "local")
 # Larger tensors that a forward makes from numbers must be buffers, so that the graph stays small.

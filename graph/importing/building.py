@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graph.operators import FLOATING, Argument, Slot, TensorSpec, ValueKind
-from graph.rules import rule_for
 from graph.rules.base import Signature
-from graph.rules.registry import is_known
+from graph.rules.registry import is_known, rule_for
 
 # Operators whose outputs carry no gradient, and outputs by position that carry none.
 NOT_DIFFERENTIABLE = frozenset({"aten.detach.default", "aten.histc.default", "soapstone.running_statistics"})

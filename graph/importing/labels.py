@@ -12,7 +12,7 @@ from dataclasses import replace
 from graph.axes import Axis, AxisKind, Dim, IterationSpace, followed_axes
 from graph.importing.building import DraftOperator, GraphBuilder
 from graph.operators import ValueKind
-from graph.rules import rule_for
+from graph.rules.registry import rule_for
 
 # The strides [inner, outer) of a dim that an axis covers.
 _Extent = tuple[int, int]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from graph.axes import IterationSpace, refinable, refine
 from graph.importing.building import DraftOperator, GraphBuilder
 from graph.importing.labels import labelled
-from graph.rules import rule_for
+from graph.rules.registry import rule_for
 
 
 @dataclass(slots=True)

@@ -14,31 +14,8 @@ from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
 from graph.rules.base import Signature, TaskPart
 from graph.rules.call_classes import CallClass, CallClasses
-from graph.rules.common import BaseRule, is_whole
-from graph.rules.registry import is_known, rule_for, rule_name
-
-__all__ = [
-    "BaseRule",
-    "Signature",
-    "TaskPart",
-    "backward_flops",
-    "bytes_moved",
-    "call_of",
-    "cost_class",
-    "first_call",
-    "flops",
-    "index_bounds",
-    "is_known",
-    "local_calls",
-    "local_gradients",
-    "operator_class",
-    "part",
-    "parts",
-    "rule_for",
-    "rule_name",
-    "signature",
-    "whole_call",
-]
+from graph.rules.common import is_whole
+from graph.rules.registry import rule_for
 
 # Lists of local calls kept for one graph; the least recently used go first.
 CACHED_CONFIGURATIONS = 65536

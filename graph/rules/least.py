@@ -11,8 +11,9 @@ from typing import Literal
 
 from graph.axes import read_elements
 from graph.operators import Operator, OperatorGraph
-from graph.rules import rule_for, whole_call
+from graph.rules import whole_call
 from graph.rules.common import BaseRule, used_slots
+from graph.rules.registry import rule_for
 
 WorkPhase = Literal["forward", "backward"]
 

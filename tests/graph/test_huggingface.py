@@ -14,7 +14,8 @@ from graph.axes import AxisKind
 from graph.errors import UsageError
 from graph.importer import import_module
 from graph.operators import OperatorGraph, ValueKind
-from graph.rules import flops, is_known, whole_call
+from graph.rules import flops, whole_call
+from graph.rules.registry import is_known
 from graph.zoo import build, hugging_face_names, zoo_entry, zoo_names
 from profiler.operators import ExecutionContext
 from tests.quick import few

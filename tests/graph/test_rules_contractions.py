@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from graph import rules
+from graph.rules.registry import rule_for
 from tests.reference.randoms import floats
 from tests.reference.rules import Case, check_case, one_operator
 
@@ -59,7 +60,7 @@ def test_a_diagonal_runs_whole() -> None:
     )
     graph = one_operator(case, (torch.einsum("ii->i", x),), None)
     assert [axis.name for axis in graph.operators[0].space.axes] == ["replica"]
-    reason = rules.rule_for("aten.einsum.default").unsplit_reason(rules.signature(graph, graph.operators[0]))
+    reason = rule_for("aten.einsum.default").unsplit_reason(rules.signature(graph, graph.operators[0]))
     assert reason == "runs whole: it takes a diagonal"
     check_case(case, random.Random(0))
 

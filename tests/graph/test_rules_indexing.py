@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from graph import rules
 from graph.axes import AxisKind
+from graph.rules.registry import rule_for
 from tests.reference.randoms import floats, indexes
 from tests.reference.rules import Case, check_case, one_operator
 
@@ -78,7 +79,7 @@ def test_index_by_a_mask_runs_whole_and_says_so() -> None:
     graph = one_operator(case, (x[mask],), None)
     operator = graph.operators[0]
     assert [axis.kind for axis in operator.space.axes] == [AxisKind.REPLICA]
-    assert rules.rule_for(operator.target).unsplit_reason(rules.signature(graph, operator)) == (
+    assert rule_for(operator.target).unsplit_reason(rules.signature(graph, operator)) == (
         "runs whole: it is indexed by a mask"
     )
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from graph import rules
 from graph.rules.pointwise_targets import POINTWISE, TAGGED
+from graph.rules.registry import rule_for
 from graph.rules.views import common_factors, segments
 from tests.reference.randoms import floats, indexes
 from tests.reference.rules import Case, check_case, one_operator
@@ -56,7 +57,7 @@ def test_view_joins_and_splits_dims_as_products() -> None:
     case = Case("aten.view.default", {"self": x, "size": (6, 4, 5)}, (x,), lambda x: x.reshape(6, 4, 5))
     graph = one_operator(case, (x.reshape(6, 4, 5),), None)
     assert [axis.size for axis in graph.operators[0].space.axes[:-1]] == [5]
-    reason = rules.rule_for("aten.view.default").unsplit_reason(rules.signature(graph, graph.operators[0]))
+    reason = rule_for("aten.view.default").unsplit_reason(rules.signature(graph, graph.operators[0]))
     assert reason is not None
     assert "[4, 6] and [6, 4]" in reason
 

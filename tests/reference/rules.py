@@ -14,8 +14,9 @@ from graph.axes import AxisKind, Degrees, IterationSpace, coordinates, refinable
 from graph.calls import LocalCall
 from graph.importing.building import NOT_DIFFERENTIABLE_OUTPUTS
 from graph.operators import Operator, OperatorGraph, Slot, TensorSpec, Value, ValueKind
-from graph.rules.base import Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.least import least_work
+from graph.rules.registry import rule_for
 from profiler.estimate import may_become, work_of
 from profiler.operators import ExecutionContext, compile_call
 from tests.gpu.preconditions import CudaPreconditions
@@ -57,7 +58,7 @@ def one_operator(
     arguments = tuple((name, _slotted(value, case.tensors)) for name, value in case.arguments.items())
     inputs = tuple(_spec(tensor) for tensor in case.tensors)
     results = tuple(_spec(tensor) for tensor in outputs)
-    rule = rules.rule_for(case.target)
+    rule = rule_for(case.target)
     space = rule.space(Signature(case.target, arguments, inputs, results))
     _check_shapes(space, inputs, results)
     if generator is not None:
@@ -189,7 +190,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_gradients(
-    part: rules.TaskPart,
+    part: TaskPart,
     flags: Sequence[bool],
     local: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],

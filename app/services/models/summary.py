@@ -98,7 +98,8 @@ class ModelReport:
 
 def described(model: ImportedModel) -> ModelReport:
     """Return the summary of a network."""
-    from graph.rules import flops, rule_name, whole_call
+    from graph.rules import flops, whole_call
+    from graph.rules.registry import rule_name
     from search.space.groups import find_groups
 
     graph = model.graph
