@@ -126,6 +126,18 @@ def coordinates(degrees: Degrees) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(degree) for degree in degrees)))
 
 
+def prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a positive number, ascending, with repetition."""
+    factors = []
+    divisor = 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return [*factors, number] if number > 1 else factors
+
+
 def part_of(axis: Axis, degree: int, index: int) -> Interval:
     """Return the points of `axis` that part `index` of `degree` iterates over; replicas do not split."""
     if axis.kind is AxisKind.REPLICA:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graph.axes import prime_factors
 from graph.errors import StrategyError
 from graph.texts import shown
 
@@ -115,20 +116,9 @@ def measured_algorithms(inside: int, nodes: int) -> tuple[AllReduceAlgorithm, ..
     """
     coarse, fine = (
         blueconnect((inside, nodes)),
-        blueconnect((*_prime_factors(inside), *_prime_factors(nodes))),
+        blueconnect((*prime_factors(inside), *prime_factors(nodes))),
     )
     return tuple(dict.fromkeys((coarse, fine, AllReduceAlgorithm(LEADERS, (inside, nodes)))))
-
-
-def _prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a number, ascending."""
-    factors, divisor = [], 2
-    while number > 1:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return factors
 
 
 def node_levels(nodes: Sequence[int]) -> tuple[int, int] | None:

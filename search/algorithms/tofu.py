@@ -25,7 +25,7 @@ chain of coarsened operators, ours (`search.bounds.elimination`) through any gra
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from fractions import Fraction
@@ -33,7 +33,7 @@ from math import prod
 
 import numpy as np
 
-from graph.axes import AxisKind, Degrees, DimFactor, OperandMap
+from graph.axes import AxisKind, Degrees, DimFactor, OperandMap, prime_factors
 from graph.errors import UsageError
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
@@ -113,7 +113,7 @@ def partitions(
     groups = find_groups(graph)
     ones = [(1,) * len(graph.operators[group.head].space.axes) for group in groups]
     kept: list[tuple[list[Degrees], tuple[Recursion, ...]]] = [(ones, ())]
-    for parts in _prime_factors(device_count):
+    for parts in prime_factors(device_count):
         further = []
         for degrees, recursions in kept:
             bisection = Bisection(graph, groups, degrees, parts)
@@ -136,16 +136,6 @@ def partitions(
 
 def _moved_bytes(recursions: Sequence[Recursion]) -> int:
     return sum(recursion.moved_bytes for recursion in recursions)
-
-
-def _prime_factors(count: int) -> Iterator[int]:
-    """Give the prime factors of a number, ascending."""
-    factor = 2
-    while count > 1:
-        while count % factor == 0:
-            yield factor
-            count //= factor
-        factor += 1
 
 
 def _devices(degrees: Degrees, group: int, recursions: Sequence[Recursion]) -> tuple[int, ...]:

@@ -12,25 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from graph.axes import AxisKind, Degrees, tasks
+from graph.axes import AxisKind, Degrees, prime_factors, tasks
 from graph.operators import Operator
 from graph.strategy import Configuration
 from search.space.placements import Drawn, place, random_placement
 
 # Share of prime factors that make replicas: they spend compute to save communication, which seldom pays.
 REPLICA_SHARE = 1 / 16
-
-
-def prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a positive number, ascending, with repetition."""
-    factors = []
-    divisor = 2
-    while divisor * divisor <= number:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return [*factors, number] if number > 1 else factors
 
 
 def random_degrees(operator: Operator, device_count: int, rng: np.random.Generator) -> Degrees:
