@@ -211,16 +211,7 @@ def show_strategy(
         print_json(shown.to_json())
         return
     print_lines(_headline(shown))
-    if shown.scheduling is not None:
-        print_lines(scheduling_line(shown.scheduling))
-    if shown.recomputation is not None:
-        print_lines(recomputation_line(shown.recomputation))
-        print_lines(*(f"  {first} to {last}" for first, last in shown.recomputation.groups[: rows or None]))
-    if shown.compiled:
-        print_lines(compiled_line(shown.compiled))
-    print_lines(*all_reduce_lines(shown.all_reduces or ()))
-    print_lines(*synchronization_lines(shown.synchronization))
-    print_lines(*micro_batch_lines(shown.micro_batches))
+    print_lines(*_step_lines(shown, rows or None))
     chosen = sorted(shown.operators, key=lambda operator: -(operator.cost.total_s if operator.cost else 0.0))
     chosen = chosen[: rows or None]
     print_table(
@@ -307,14 +298,7 @@ def diff_strategies(
         return
     for side, shown in (("A", difference.first), ("B", difference.second)):
         print_lines(f"{side}: {_headline(shown)}")
-        if shown.scheduling is not None:
-            print_lines(f"{side}: {scheduling_line(shown.scheduling)}")
-        if shown.recomputation is not None:
-            print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
-        if shown.compiled:
-            print_lines(f"{side}: {compiled_line(shown.compiled)}")
-        sums = [*all_reduce_lines(shown.all_reduces or ()), *synchronization_lines(shown.synchronization)]
-        print_lines(*(f"{side}: {line}" for line in (*sums, *micro_batch_lines(shown.micro_batches))))
+        print_lines(*(f"{side}: {line}" for line in _step_lines(shown, 0)))
     if not difference.operators:
         print_lines("no operator differs")
         return
@@ -417,6 +401,22 @@ def _headline(shown: ShownStrategy) -> str:
         f"{text}; on {shown.setting.topology}, batch size {shown.setting.batch_size}: simulated step "
         f"{milliseconds(shown.step_s)}, measured {milliseconds(shown.measured_s)}"
     )
+
+
+def _step_lines(shown: ShownStrategy, groups: int | None) -> list[str]:
+    """Return lines on how the step is made; `groups`: how many recomputed groups are named, None for all."""
+    lines = [] if shown.scheduling is None else [scheduling_line(shown.scheduling)]
+    if shown.recomputation is not None:
+        lines.append(recomputation_line(shown.recomputation))
+        lines += (f"  {first} to {last}" for first, last in shown.recomputation.groups[:groups])
+    if shown.compiled:
+        lines.append(compiled_line(shown.compiled))
+    return [
+        *lines,
+        *all_reduce_lines(shown.all_reduces or ()),
+        *synchronization_lines(shown.synchronization),
+        *micro_batch_lines(shown.micro_batches),
+    ]
 
 
 def _sharing(shown: ShownStrategy) -> str:
