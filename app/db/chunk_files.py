@@ -36,7 +36,6 @@ def write_file(path: Path, kind: TraceKind, table: pa.Table, *, compressed: bool
     import pyarrow as pa
     from pyarrow import parquet
 
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     # Numbers in ascending order take almost nothing as differences; times have too many values for a dictionary.
     encoding, dictionary = _ENCODINGS[kind]
     texts = table.schema.metadata or {}
@@ -55,6 +54,16 @@ def write_file(path: Path, kind: TraceKind, table: pa.Table, *, compressed: bool
     ) as writer:
         writer.write_table(plain)
         writer.add_key_value_metadata(texts)  # type: ignore[arg-type]  # bytes are allowed
+    write_whole(path, content)
+
+
+def write_whole(path: Path, content: pa.BufferOutputStream) -> None:
+    """Write a file that others see whole or not at all.
+
+    Raises:
+        DatabaseFailure: it cannot be written.
+    """
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content.getvalue())

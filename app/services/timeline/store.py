@@ -10,7 +10,6 @@ that another database left behind is not taken for this one's. It is written who
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.db.chunk_files import readable
+from app.db.chunk_files import readable, write_whole
 from app.db.chunks import check_no_link
 from app.db.failures import unwritable
 from app.db.recordings import FOLDER, SCHEDULING, recording_name
@@ -85,16 +84,13 @@ def write_recording(
         steps = [step.to_json() for step in step_schedulings(_timelines(rows), topology)]
         table = table.replace_schema_metadata({SCHEDULING: json.dumps(steps)})
     check_no_link(store.database, path.parent)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         raise unwritable(path.parent, error) from None
+    content = pa.BufferOutputStream()
+    parquet.write_table(table, content, compression="zstd", write_page_checksum=True)
+    write_whole(path, content)
     return path
 
 
