@@ -170,17 +170,6 @@ class LinkProbe:
         """The median of all ranks' contention."""
         return statistics.median(self.contentions)
 
-    def find(self, pattern: Pattern) -> LinkMeasurement:
-        """Return the measurement of `pattern` over the most devices; among equals, the slowest.
-
-        Raises:
-            UsageError: the pattern was not measured.
-        """
-        candidates = [link for link in self.links if link.pattern == pattern]
-        if not candidates:
-            raise UsageError(f"links: {pattern} was not measured, must be; probe the links again")
-        return max(candidates, key=lambda link: (link.group_size, -link.bandwidth_bytes_per_s))
-
     @property
     def pairs(self) -> dict[tuple[int, int], tuple[float, float]]:
         """(bandwidth in bytes per second, latency in seconds) of each pair measured, in both directions."""

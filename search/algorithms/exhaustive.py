@@ -42,15 +42,14 @@ MOST_VISITED = 1_000_000
 class Optimum:
     """The best strategy of a space.
 
-    outcome: its cost. simulated, visited: how many strategies were simulated, and how many partial ones followed
-    up. interrupted: the search was stopped, and the strategy is the best so far. bound_ns: no strategy of the space is
-    below it; the best one's time, unless the search was stopped.
+    outcome: its cost. simulated: how many strategies were simulated. interrupted: the search was stopped, and the
+    strategy is the best so far. bound_ns: no strategy of the space is below it; the best one's time, unless the search
+    was stopped.
     """
 
     strategy: Strategy
     outcome: Outcome
     simulated: int
-    visited: int
     interrupted: bool
     bound_ns: int
 
@@ -93,7 +92,6 @@ def exhaustive(
         strategy,
         cost,
         walk.best.simulated,
-        walk.visited,
         interrupted,
         min(walk.open_ns, time_ns) if interrupted else time_ns,
     )

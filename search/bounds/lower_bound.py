@@ -148,12 +148,11 @@ def best_times_bound(problem: Problem, *, most_calls: int = MOST_CALLS, shared: 
 class _Least:
     """Least nanoseconds of an operator over its degrees.
 
-    forward, backward, both: of the first task (both at the same degrees). last: both, with what follows the backward.
+    forward, both: of the first task, without and with its backward. last: both, with what follows the backward.
     part_forward, part_backward: of any task. work: of all tasks together.
     """
 
     forward: int = 0
-    backward: int = 0
     both: int = 0
     last: int = 0
     part_forward: int = 0
@@ -235,11 +234,9 @@ class _BestTimes:
         ]
         forward_ns, backward_ns = self._cheapest(index, calls)
         after_ns = np.array([self._after_ns(index, degrees) for degrees in all_of], np.int64)
-        backward_ns = backward_ns * backward
-        both_ns = forward_ns + backward_ns
+        both_ns = forward_ns + backward * backward_ns
         return _Least(
             forward=int(forward_ns.min()),
-            backward=int(backward_ns.min()),
             both=int(both_ns.min()),
             last=int((both_ns + after_ns).min()),
             part_forward=part_forward,

@@ -29,7 +29,7 @@ from tests.gpu.conftest import forget_devices
 from tests.gpu.ranks import run_ranks
 from tests.gpu.virtual_device import Speeds
 from tests.gpu.virtual_torch import virtual_gpus
-from tests.profiler.kinds import datasheet_kind
+from tests.profiler.kinds import datasheet_kind, slowest_link
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # The host takes six times as long to issue a kernel as the device takes to execute it.
@@ -52,7 +52,9 @@ def probe(speeds: Callable[[Speeds], None]) -> Iterator[Callable[[Speeds, LinkOp
 
 
 def _median_s(probe: LinkProbe, pattern: Pattern, size: int) -> float:
-    return next(sample.median_s for sample in probe.find(pattern).samples if sample.size_bytes == size)
+    return next(
+        sample.median_s for sample in slowest_link(probe, pattern).samples if sample.size_bytes == size
+    )
 
 
 def test_messages_and_collectives_take_what_the_devices_do_and_not_what_the_hosts_do(
