@@ -31,7 +31,7 @@ actors: OneFlow (arXiv:2110.15032), section 4.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -40,7 +40,7 @@ from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph.actors import Actor, Input, act
-from graph.errors import StrategyError, UsageError
+from graph.errors import StrategyError
 from graph.texts import shown
 
 if TYPE_CHECKING:
@@ -521,33 +521,3 @@ def with_credits(micro_batches: MicroBatches, given: object, source: str) -> Mic
             "leave them out or choose it"
         )
     return replace(micro_batches, credits=tuple(given))
-
-
-def read_schedule(text: str, option: str) -> Schedule:
-    """Return the schedule that a user names.
-
-    Raises:
-        UsageError: it is none; the message begins with the `option`.
-    """
-    return Schedule(_one_of(Schedule, text, option))
-
-
-def read_gradient_sums(text: str, option: str) -> GradientSums:
-    """Return when gradients are summed, as a user names it.
-
-    Raises:
-        UsageError: it is neither; the message begins with the `option`.
-    """
-    return GradientSums(_one_of(GradientSums, text, option))
-
-
-def _one_of(names: Iterable[str], text: str, option: str) -> str:
-    """Return a text that is one of some names.
-
-    Raises:
-        UsageError: it is none of them.
-    """
-    choices = tuple(names)
-    if text not in choices:
-        raise UsageError(f"{option}: is {shown(text)}, must be one of {', '.join(choices)}; choose one")
-    return text

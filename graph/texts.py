@@ -6,8 +6,13 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from json import JSONDecodeError
+from typing import TypeVar
+
+from graph.errors import UsageError
 
 LONGEST = 40
+
+Choice = TypeVar("Choice", bound=str)
 
 
 def shown(item: object, longest: int = LONGEST) -> str:
@@ -25,6 +30,18 @@ def shown(item: object, longest: int = LONGEST) -> str:
     if isinstance(item, Collection):
         return "a list" if item else "an empty list"
     return shown(str(item), longest)
+
+
+def one_of(choices: Iterable[Choice], text: str, option: str) -> Choice:
+    """Return the choice that a user names.
+
+    Raises:
+        UsageError: it is none; the message begins with the `option`.
+    """
+    for choice in choices:
+        if choice == text:
+            return choice
+    raise UsageError(f"{option}: is {shown(text)}, must be one of {', '.join(choices)}; choose one of them")
 
 
 def meant(name: str, names: Iterable[str], otherwise: str = "choose one") -> str:

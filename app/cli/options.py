@@ -123,9 +123,10 @@ def schedule(text: str | None) -> Schedule | None:
     Raises:
         UsageError: it is none.
     """
-    from graph.schedule import read_schedule
+    from graph.schedule import Schedule
+    from graph.texts import one_of
 
-    return None if text is None else read_schedule(text, "--schedule")
+    return None if text is None else one_of(Schedule, text, "--schedule")
 
 
 def gradients(text: str | None) -> GradientSums | None:
@@ -134,9 +135,10 @@ def gradients(text: str | None) -> GradientSums | None:
     Raises:
         UsageError: it names neither.
     """
-    from graph.schedule import read_gradient_sums
+    from graph.schedule import GradientSums
+    from graph.texts import one_of
 
-    return None if text is None else read_gradient_sums(text, "--gradients")
+    return None if text is None else one_of(GradientSums, text, "--gradients")
 
 
 def credits_of_stages(text: str | None) -> tuple[int, ...]:

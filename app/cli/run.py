@@ -21,7 +21,7 @@ from app.cli.output import (
     scheduling_line,
     synchronization_lines,
 )
-from graph.errors import RuntimeFailure, UsageError
+from graph.errors import RuntimeFailure
 
 if TYPE_CHECKING:
     from app.services.run.report import RunReport
@@ -168,9 +168,8 @@ def run(
     from app.services.models.models import requested_model
     from app.services.run.run import RunRequest, run_strategy
     from graph.synchronization import read_synchronization
+    from graph.texts import one_of
 
-    if on_miss not in ON_MISS:
-        raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = RunRequest(
         model=requested_model(model, preset, batch_size, precision),
         micro_batches=micro_batches,
@@ -189,7 +188,7 @@ def run(
         warmup=warmup,
         seed=seed,
         verify=verify,
-        on_miss=on_miss,
+        on_miss=one_of(ON_MISS, on_miss, "--on-miss"),
         timeout_s=timeout,
         limit_s=limit,
         topology=topology,

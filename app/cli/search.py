@@ -229,8 +229,8 @@ def search(
         )
     if fresh and start:
         raise UsageError("app search: --fresh and --start are both given, must be one of them; leave one out")
-    count, order_of_stages = _micro_batches(micro_batches), options.schedule(schedule)
-    sums = options.gradients(gradients)
+    count = _micro_batches(micro_batches)
+    order_of_stages, sums = options.schedule(schedule), options.gradients(gradients)
     network = requested_model(model, preset, batch_size, precision, 1 if count is None else count)
     imported = context.with_resource(importing(network, batch_norm=batch_norm, processes=workers))
 
@@ -240,10 +240,9 @@ def search(
     from app.services.search.policies import checked_policy
     from app.services.search.request import SearchRequest, search_options
     from app.services.search.search import UNITY, run_search
+    from graph.texts import one_of
 
     joint = algorithm == UNITY
-    if on_miss is not None and on_miss not in ON_MISS:
-        raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = SearchRequest(
         model=network,
         topology=topology,
@@ -259,7 +258,7 @@ def search(
         beta=beta,
         order=order,  # type: ignore[arg-type]  # run_search checks it
         time_limit_s=time_limit,
-        on_miss=on_miss,
+        on_miss=None if on_miss is None else one_of(ON_MISS, on_miss, "--on-miss"),
         fresh=fresh,
         starts=tuple(start or ()),
         algorithm=(not joint and algorithm) or (DEFAULT_ALGORITHM if network.micro_batches > 1 else "mcmc"),
@@ -270,8 +269,8 @@ def search(
         confirm=confirm,
         compile_stretches=compile,
         policy=checked_policy(policy),
-        schedule=None if order_of_stages is None else order_of_stages.value,
-        gradients=None if sums is None else sums.value,
+        schedule=order_of_stages,
+        gradients=sums,
         substitute=substitute,
         fuse=fuse,
     )

@@ -16,6 +16,7 @@ from graph.errors import UsageError
 from graph.operator_ranges import OperatorRanges
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Sharding, Strategy
+from graph.texts import one_of
 from search.algorithms.moves import Move, Moves, MoveShares
 from search.algorithms.proposal_log import ChainSnapshot, Proposal, ResumedChain
 from search.evaluate.evaluator import Evaluation, FullEvaluation, evaluation
@@ -60,10 +61,7 @@ class SearchOptions:
         ):
             if not value >= least:
                 raise UsageError(f"search: {name} is {value}, must be at least {least}; choose another")
-        if self.order not in ORDERS:
-            raise UsageError(
-                f"search: order is {self.order}, must be one of {', '.join(ORDERS)}; choose one of them"
-            )
+        one_of(ORDERS, self.order, "search: order")
 
 
 @dataclass(frozen=True, slots=True)

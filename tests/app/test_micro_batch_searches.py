@@ -15,6 +15,7 @@ from app.services.search import micro_batch_searches, micro_batches
 from app.services.search.request import SearchRequest, request_of
 from app.services.search.search import run_search
 from graph.errors import StrategyError
+from graph.schedule import Schedule
 from tests.app.conftest import Command
 from tests.app.test_micro_batches import BY_CHANCE, RANDOM, SEARCH, SIZES
 
@@ -179,7 +180,7 @@ def test_auto_takes_each_number_by_an_algorithm_that_can() -> None:
     request = SearchRequest(
         model=requested_model("mlp", "small", 8), topology="local", devices=None, nodes=None, processor=None,
         optimizer="sgd", batch_norm="synchronized", proposals=4, chains=1, seed=0, beta=1.0, order="program",
-        time_limit_s=None, on_miss=None, schedule="gpipe",
+        time_limit_s=None, on_miss=None, schedule=Schedule.GPIPE,
     )  # fmt: skip
     for asked, one, several in (
         (None, "mcmc", "pipeline"),

@@ -17,7 +17,7 @@ from graph.operators import OperatorGraph
 from graph.packages import PACKAGES
 from graph.schedule import MOST_MICRO_BATCHES
 from graph.substitutions.substitution import Substitution, substitutions_from_json, substitutions_to_json
-from graph.texts import shown
+from graph.texts import one_of, shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
 from search.parallel.gc_pause import rare_collection
@@ -103,10 +103,7 @@ def requested_model(
         UsageError: there is no such precision, the batch is empty or beyond all memory, or micro-batches do not divide
             it.
     """
-    if precision not in PRECISIONS:
-        raise UsageError(
-            f"--precision: is {precision}, must be one of {', '.join(PRECISIONS)}; choose one of them"
-        )
+    one_of(PRECISIONS, precision, "--precision")
     if batch_size is not None and not 1 <= batch_size <= LARGEST_BATCH:
         raise UsageError(
             f"--batch-size: is {shown(batch_size)}, must be from 1 to {LARGEST_BATCH}; choose another"

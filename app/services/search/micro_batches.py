@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from app.services.predict.predict import Setting
 from graph.errors import StrategyError, UsageError
-from graph.schedule import GradientSums, Schedule, read_gradient_sums, read_schedule
+from graph.schedule import Schedule
 from graph.strategy import Strategy
 from graph.synchronization import Policy, read_synchronization
 
@@ -24,24 +24,6 @@ INTERLEAVED = frozenset({DEFAULT_ALGORITHM, "sharding"})
 _AUTO = "auto"
 
 
-def schedule_of(request: SearchRequest) -> Schedule | None:
-    """Return the schedule that a request asks for.
-
-    Raises:
-        UsageError: it names none.
-    """
-    return None if request.schedule is None else read_schedule(request.schedule, "--schedule")
-
-
-def gradients_of(request: SearchRequest) -> GradientSums | None:
-    """Return when a request asks for gradients to be summed.
-
-    Raises:
-        UsageError: it names neither.
-    """
-    return None if request.gradients is None else read_gradient_sums(request.gradients, "--gradients")
-
-
 def check_options(request: SearchRequest, names: Iterable[str]) -> None:
     """Refuse options that do not go with micro-batches, or need several of them, before anything is imported.
 
@@ -50,15 +32,14 @@ def check_options(request: SearchRequest, names: Iterable[str]) -> None:
     Raises:
         UsageError: naming the option.
     """
-    count, schedule = request.model.micro_batches, schedule_of(request)
+    count = request.model.micro_batches
     if count == 1:
-        for option, value in (("--schedule", schedule), ("--gradients", gradients_of(request))):
+        for option, value in (("--schedule", request.schedule), ("--gradients", request.gradients)):
             if value is not None:
                 raise UsageError(
                     f"{option}: is {value}, must be left out for a step in one batch; give --micro-batches"
                 )
         return
-    gradients_of(request)
     if request.compile_stretches:
         raise UsageError(
             f"--compile: compiles operators, must be left out with {count} micro-batches; leave one of the two out"
@@ -67,7 +48,7 @@ def check_options(request: SearchRequest, names: Iterable[str]) -> None:
         raise UsageError(
             f"--policy: is {request.policy}, must be fifo with {count} micro-batches; leave it out"
         )
-    able = INTERLEAVED if schedule is Schedule.INTERLEAVED else ALGORITHMS
+    able = INTERLEAVED if request.schedule is Schedule.INTERLEAVED else ALGORITHMS
     for name in names:
         if name not in able:
             of = f"{count} micro-batches" + (" in schedule interleaved" if able is INTERLEAVED else "")

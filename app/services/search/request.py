@@ -12,10 +12,12 @@ from app.services.models.models import ModelRequest, stored_request
 from app.services.predict.predict import Setting
 from app.services.search.start_strategies import StartStrategy
 from graph.errors import UsageError
+from graph.schedule import GradientSums, Schedule
 from graph.substitutions.substitution import substitutions_to_json
+from graph.texts import one_of
 from graph.topology import Processor
 from search.algorithms import registry
-from search.algorithms.mcmc import SearchOptions
+from search.algorithms.chain import SearchOptions
 
 # The range of a column, numbers that no search comes near, and what a float can still multiply.
 LARGEST_INTEGER = 2**63 - 1
@@ -70,9 +72,9 @@ class SearchRequest:
     gpus: str | None = None
     compile_stretches: bool = False
     policy: str = "fifo"
-    schedule: str | None = None
+    schedule: Schedule | None = None
     substitute: bool = False
-    gradients: str | None = None
+    gradients: GradientSums | None = None
     fuse: bool = False
 
 
@@ -82,10 +84,7 @@ def search_options(request: SearchRequest) -> SearchOptions:
     Raises:
         UsageError: an option is out of range.
     """
-    if request.order not in TASK_ORDERS:
-        raise UsageError(
-            f"--order: is {request.order}, must be one of {', '.join(TASK_ORDERS)}; choose one of them"
-        )
+    one_of(TASK_ORDERS, request.order, "--order")
     for name, value, least, most in (
         ("--proposals", request.proposals, 0, LARGEST_BUDGET),
         ("--chains", request.chains, 1, LARGEST_CHAIN_COUNT),
@@ -184,6 +183,9 @@ def request_of(record: SearchRecord) -> SearchRequest:
     with as_written(f"table searches, row {record.id}, column options"):
         model = stored_request(document["model"], f"search {record.id}")
         options = {**document, "model": model, "starts": tuple(document["starts"])}
+        for name, kind in (("schedule", Schedule), ("gradients", GradientSums)):
+            if options.get(name) is not None:
+                options[name] = kind(options[name])
         options.pop("precision", None)  # beside the model, in searches of older Soapstones: all of float32
         return SearchRequest(**options)
 

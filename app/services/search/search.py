@@ -26,7 +26,7 @@ from app.services.progress import Progress
 from app.services.search.confirmation import Confirmation, Confirmed, Finalist, confirm, finalists
 from app.services.search.fitting_starts import fitting_starts, recomputed_starts, sharded_starts
 from app.services.search.lower_bound import LowerBoundTask
-from app.services.search.micro_batches import check_options, gradients_of, schedule_of
+from app.services.search.micro_batches import check_options
 from app.services.search.policies import with_policy
 from app.services.search.predictions import SearchPredictions
 from app.services.search.report import AlgorithmReport, SearchReport
@@ -242,8 +242,8 @@ def search_setting(
         measure_missing(setting, model.graph)
         yield replace(
             setting,
-            schedule=schedule_of(request),
-            gradients=gradients_of(request),
+            schedule=request.schedule,
+            gradients=request.gradients,
             shares_weights=request.share_weights,
         )
 

@@ -24,6 +24,7 @@ from app.services.models.models import (
 from app.services.stored import strategy_of
 from graph.errors import RuntimeFailure, StrategyError, UsageError
 from graph.schedule import micro_batches_from_json
+from graph.texts import one_of
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -67,10 +68,7 @@ def export_strategy(
         RuntimeFailure: the plan's results differ from the plain module's.
         ImportFailure: the strategy's model cannot be imported any more.
     """
-    if file_format not in FORMATS:
-        raise UsageError(
-            f"--format: is {file_format}, must be one of {', '.join(FORMATS)}; choose one of them"
-        )
+    one_of(FORMATS, file_format, "--format")
     if check and file_format not in PLANS:
         raise UsageError(
             "--check: runs a file of --format dtensor or pipelining, must be given with one; add --format dtensor"
