@@ -9,6 +9,7 @@ from math import prod
 
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
+from graph.operators import TensorSpec
 from graph.rules.base import Signature
 from graph.rules.common import BaseRule, SpaceBuilder, dim_name, positive, whole_space
 
@@ -21,6 +22,14 @@ class _Equation:
 
     operands: tuple[Labels, ...]
     result: Labels
+
+    def sizes(self, inputs: Sequence[TensorSpec]) -> dict[str, int]:
+        """Return the size of each label."""
+        sizes: dict[str, int] = {}
+        for labels, spec in zip(self.operands, inputs, strict=True):
+            for label, size in zip(labels, spec.shape, strict=True):
+                sizes[label] = max(sizes.get(label, 1), size)
+        return sizes
 
 
 def _spelled(term: str, rank: int) -> Labels:
@@ -65,10 +74,7 @@ class ContractionRule(BaseRule):
         equation = self._equation(signature)
         if not _splits(equation):
             return whole_space(signature)
-        sizes: dict[str, int] = {}
-        for labels, spec in zip(equation.operands, signature.inputs, strict=True):
-            for label, size in zip(labels, spec.shape, strict=True):
-                sizes[label] = max(sizes.get(label, 1), size)
+        sizes = equation.sizes(signature.inputs)
         builder = SpaceBuilder()
         dims: dict[str, Dim] = {}
         rank = len(equation.result)
@@ -103,11 +109,7 @@ class ContractionRule(BaseRule):
     def flops(self, call: LocalCall) -> float:
         """Return two operations for each point of the box of labels, for each product between operands."""
         equation = self._equation(call)
-        sizes: dict[str, int] = {}
-        for labels, spec in zip(equation.operands, call.inputs, strict=True):
-            for label, size in zip(labels, spec.shape, strict=True):
-                sizes[label] = max(sizes.get(label, 1), size)
-        return 2.0 * prod(sizes.values()) * max(len(equation.operands) - 1, 0.5)
+        return 2.0 * prod(equation.sizes(call.inputs).values()) * max(len(equation.operands) - 1, 0.5)
 
 
 def _splits(equation: _Equation) -> bool:

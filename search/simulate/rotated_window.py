@@ -62,6 +62,16 @@ class RotatedWindow(ABC):
         self.awaited_D: list[list[int]] = [[] for _ in range(devices)]
         self.host_ns_D = [0] * devices
         self.launch_ns_T = self._launches()
+        gathers = np.flatnonzero(kinds == TaskKind.UPDATE_GATHER)
+        # By shared bucket, its gather in the step.
+        self.gathers = dict(zip(tasks.subject_T[gathers].tolist(), gathers.tolist(), strict=True))
+
+    def _here(self, bucket: int) -> list[int]:
+        """Return what stands last on each of a bucket's devices, and what its next forward waits for."""
+        waits: list[int] = []
+        for device in self.plan.buckets[bucket].devices:
+            waits += [*self.awaited_D[device], self.latest_D[device]]
+        return [wait for wait in waits if wait >= 0]
 
     def _launches(self) -> list[int]:
         """Return how long the host of each task's device takes to issue it."""

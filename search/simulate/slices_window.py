@@ -48,11 +48,8 @@ class SlicesWindow(RotatedWindow):
         self.slices: list[list[int]] = [[] for _ in plan.buckets]
         self.pulls: list[list[int]] = [[] for _ in plan.buckets]
         self.shares: dict[int, IntArray] = {}
-        # The sum of each bucket in the step, and the gather of each that is shared; and for each weight, the buckets
-        # that its cells are in.
+        # The sum of each bucket in the step; and for each weight, the buckets that its cells are in.
         self.sums = np.flatnonzero(tasks.kind_T == TaskKind.SYNCHRONIZE).tolist()
-        gathers = np.flatnonzero(tasks.kind_T == TaskKind.UPDATE_GATHER)
-        self.gathers = dict(zip(tasks.subject_T[gathers].tolist(), gathers.tolist(), strict=True))
         self.buckets_of: dict[str, set[int]] = {}
         for number, of_weights in enumerate(plan.buckets):
             for entry in of_weights.entries:
@@ -128,13 +125,6 @@ class SlicesWindow(RotatedWindow):
         else:
             # It starts when its devices have come to this place.
             self._sum(start.bucket, start.part, self._here(start.bucket))
-
-    def _here(self, bucket: int) -> list[int]:
-        """Return what stands last on each of a bucket's devices, and what its next forward waits for."""
-        waits: list[int] = []
-        for device in self.plan.buckets[bucket].devices:
-            waits += [*self.awaited_D[device], self.latest_D[device]]
-        return [wait for wait in waits if wait >= 0]
 
     def _pull(self, bucket: int, part: int) -> None:
         """Add the update of a slice, on each device that has a share of it, and its gather."""

@@ -251,12 +251,6 @@ def _numbers_of_gathers(window: TaskGraph, policy: Policy) -> dict[int, int]:
 class _GathersWindow(RotatedWindow):
     """Of tic and tac: gathers of updated weights, which the forward waits for and starts, two under way."""
 
-    def __init__(self, tasks: TaskGraph, plan: Plan) -> None:
-        super().__init__(tasks, plan)
-        gathers = np.flatnonzero(tasks.kind_T == TaskKind.UPDATE_GATHER)
-        # By bucket, its gather in the step.
-        self.gathers = dict(zip(tasks.subject_T[gathers].tolist(), gathers.tolist(), strict=True))
-
     def rotated(self) -> TaskGraph:
         """Return the window."""
         for task in range(self.begin, self.updated):
@@ -268,11 +262,8 @@ class _GathersWindow(RotatedWindow):
 
     def _gather(self, number: int) -> None:
         """Add a gather, which starts when all of its devices have come to this place in the order."""
-        waits: list[int] = []
-        for device in self.plan.buckets[number].devices:
-            waits += [*self.awaited_D[device], self.latest_D[device]]
         task = self.gathers[number]
-        self.number_T[task] = self._add(self.step[task], [wait for wait in waits if wait >= 0])
+        self.number_T[task] = self._add(self.step[task], self._here(number))
 
     def _before(self, operator: int) -> None:
         """Wait for the gathers that an operator is the first to need, and start those that follow them."""
