@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -244,8 +244,3 @@ def _compare_gradients(
     for slot, gradient in zip(slots, whole, strict=True):
         reference = torch.zeros_like(case.tensors[slot]) if gradient is None else gradient
         torch.testing.assert_close(in_gradients[slot], reference, rtol=tolerance, atol=tolerance)
-
-
-def with_arguments(case: Case, **arguments: Any) -> Case:
-    """Return the case with some arguments replaced."""
-    return replace(case, arguments={**case.arguments, **arguments})

@@ -55,10 +55,6 @@ def shuffled(strategy: Strategy, job: Job, seed: int) -> Job:
     return replace(job, slice_order=tuple(slices), gather_order=tuple(gathers), pulls=pulls)
 
 
-def with_optimizer(job: Job, optimizer: str) -> Job:
-    return replace(job, training=replace(job.training, optimizer=optimizer))
-
-
 def late(whole: Strategy, shared_one: Strategy, kind: str, size_bytes: int) -> Strategy:
     """Return the strategy with late updates, or the one that shares updates with late gathers or with pulls."""
     if kind == "updates":
