@@ -132,7 +132,8 @@ def searched(
     from scripts.benchmarks.database import begun, temporary_store
     from scripts.benchmarks.recording import trace_recorder
     from scripts.benchmarks.simulator import Datasheet, topology_of
-    from search.algorithms.mcmc import SearchOptions, search
+    from search.algorithms.chain import SearchOptions
+    from search.algorithms.mcmc import search
     from search.cost.cost_table import CostTable
     from search.problem import Problem
 

@@ -112,7 +112,8 @@ def _found(
     graph: OperatorGraph, topology: Topology, batch_size: int, source: Datasheet, proposals: int
 ) -> Strategy:
     from graph.training import Training
-    from search.algorithms.mcmc import SearchOptions, search
+    from search.algorithms.chain import SearchOptions
+    from search.algorithms.mcmc import search
     from search.algorithms.moves import shares_for
     from search.cost.cost_table import CostTable
     from search.problem import Problem

@@ -88,7 +88,8 @@ def strategies(
 
     from scripts.benchmarks.prediction import partly_random
     from scripts.benchmarks.simulator import Datasheet
-    from search.algorithms.mcmc import SearchOptions, search
+    from search.algorithms.chain import SearchOptions
+    from search.algorithms.mcmc import search
     from search.cost.cost_table import CostTable
     from search.problem import Problem
     from search.space.baselines import data_parallel, expert, megatron

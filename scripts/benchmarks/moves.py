@@ -47,7 +47,7 @@ BETAS = (100.0, 1000.0, 3000.0)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The settings of a chain: its moves, and its beta (`search.algorithms.mcmc.SearchOptions.beta`)."""
+    """The settings of a chain: its moves, and its beta (`search.algorithms.chain.SearchOptions.beta`)."""
 
     shares: MoveShares
     beta: float
@@ -69,7 +69,7 @@ class MovesRow:
 
 def variants() -> dict[str, Variant]:
     """Return walks by name: with all moves, all but a kind, of one group, drawn afresh alone; at other temperatures."""
-    from search.algorithms.mcmc import SearchOptions
+    from search.algorithms.chain import SearchOptions
     from search.algorithms.moves import MoveShares, shares_for
 
     full, beta = shares_for(DEVICES), SearchOptions().beta
@@ -129,7 +129,7 @@ def walked(
     import numpy as np
 
     from scripts.benchmarks.simulator import builder_of
-    from search.algorithms.mcmc import SearchOptions, start_chain
+    from search.algorithms.chain import SearchOptions, start_chain
     from search.algorithms.moves import Moves
     from search.algorithms.proposal_log import Recorder
 

@@ -48,7 +48,8 @@ def _row(name: str, samples: int, *, quick: bool) -> tuple[dict[str, str], float
     from graph.synchronization import BUCKET_BYTES
     from graph.topology import load_topology
     from graph.training import Training
-    from search.algorithms.mcmc import SearchOptions, search
+    from search.algorithms.chain import SearchOptions
+    from search.algorithms.mcmc import search
     from search.algorithms.moves import shares_for
     from search.cost.cost_table import CostTable
     from search.problem import Problem

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from app.db.store import Store
     from app.services.models.models import ImportedModel
     from app.services.trace.recorder import TraceRecorder
-    from search.algorithms import mcmc
+    from search.algorithms.chain import SearchOptions
     from search.algorithms.proposal_log import Observer
 
 OVERHEAD_PERCENT = 5.0
@@ -76,14 +76,14 @@ def overheads(
     target = find_target(store, "p100-cluster", Progress(), devices=devices)
     with prepare(store, model, target, Training(model.batch_size), "estimate", Progress()) as setting:
 
-        def search(options: mcmc.SearchOptions, observer: Observer | None = None) -> None:
+        def search(options: SearchOptions, observer: Observer | None = None) -> None:
             mcmc.search(
                 Problem(model.graph, setting.topology, setting.table, setting.training, target.link_costs),
                 options,
                 observer=observer,
             )
 
-        calibrating = mcmc.SearchOptions(proposals=CALIBRATING, chains=CHAINS)
+        calibrating = SearchOptions(proposals=CALIBRATING, chains=CHAINS)
         search(calibrating)  # compiles, and meets every call for the first time
         calibrated = _plain(calibrating, search)
         rows: list[MeasuredValue] = []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from graph.strategy import Strategy
     from graph.topology import DeviceKind, Topology
     from graph.training import Training
-    from search.algorithms.mcmc import Chain
+    from search.algorithms.chain import Chain
     from search.algorithms.moves import Moves
     from search.cost.cost_table import OperatorCost, Origin
     from search.orders import Order
@@ -209,7 +209,7 @@ def chain_of(
     """Return a chain of endless budget from a strategy; `without`: one of `search.evaluate.incremental.Mechanisms`."""
     import numpy as np
 
-    from search.algorithms.mcmc import SearchOptions, start_chain
+    from search.algorithms.chain import SearchOptions, start_chain
     from search.evaluate.incremental import IncrementalEvaluation, Mechanisms
 
     options = SearchOptions(proposals=10**12, chains=1, order=order)
@@ -320,7 +320,7 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[MeasuredValue]:
     import numpy as np
 
     from scripts.benchmarks.moves import started as started_at_random
-    from search.algorithms.mcmc import SearchOptions, start_chain
+    from search.algorithms.chain import SearchOptions, start_chain
     from search.algorithms.moves import Moves, shares_for
     from search.parallel.gc_pause import frozen_heap
     from search.space.baselines import starting_baselines

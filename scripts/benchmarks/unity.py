@@ -73,8 +73,8 @@ def _row(name: str, preset: str, devices: int, samples: int) -> Row:
     from search.algorithms import registry
     from search.algorithms.algorithm import AlgorithmContext
     from search.algorithms.backtracking import backtrack
+    from search.algorithms.chain import SearchOptions
     from search.algorithms.joint import search_jointly
-    from search.algorithms.mcmc import SearchOptions
     from search.algorithms.moves import shares_for
     from search.space.baselines import data_parallel, single_device
 

@@ -24,28 +24,11 @@ from graph.errors import StrategyError
 from graph.strategy import Configuration, Strategy
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.algorithms.best_tracker import builder_of
-from search.algorithms.chain import (
-    EXCEEDED,
-    STOPPED,
-    TURN,
-    Chain,
-    ChainResult,
-    SearchOptions,
-    accepts,
-    resumed_chain,
-    start_chain,
-)
+from search.algorithms.chain import TURN, Chain, ChainResult, SearchOptions, resumed_chain, start_chain
 from search.algorithms.chain_worker import WalkContext
 from search.algorithms.moves import Moves
-from search.algorithms.proposal_log import (
-    ChainSnapshot,
-    Observer,
-    ProposalBatch,
-    Recorder,
-    ResumedChain,
-)
+from search.algorithms.proposal_log import Observer, Recorder, ResumedChain
 from search.evaluate.evaluator import outcome
-from search.outcome import Outcome
 from search.parallel.gc_pause import frozen_heap
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
@@ -55,24 +38,6 @@ from search.space.placements import ProposalOrigin
 
 if TYPE_CHECKING:
     from search.problem import Problem  # numba comes with it
-
-__all__ = [
-    "EXCEEDED",
-    "STOPPED",
-    "Chain",
-    "ChainResult",
-    "ChainSnapshot",
-    "Observer",
-    "Outcome",
-    "ProposalBatch",
-    "ResumedChain",
-    "SearchOptions",
-    "SearchResult",
-    "accepts",
-    "outcome",
-    "search",
-    "start_chain",
-]
 
 # Other processes are started only where what is left takes longer than this: they are of use after some 0.1 s.
 WORKERS_PAY_S = 0.5

@@ -25,6 +25,7 @@ from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from search.algorithms import mcmc
+from search.algorithms.chain import SearchOptions
 from search.problem import Problem
 from search.space import baselines
 
@@ -91,7 +92,7 @@ def profile_and_search(store: Store, devices: tuple[PhysicalDevice, ...]) -> Tar
         assert slow_s > 2 * fast_s
         found = mcmc.search(
             Problem(model.graph, setting.topology, setting.table, training, setting.target.link_costs),
-            mcmc.SearchOptions(proposals=60, chains=3),
+            SearchOptions(proposals=60, chains=3),
         )
         assert found.step_time_s <= fast_s
     return target

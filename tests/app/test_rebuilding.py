@@ -22,11 +22,13 @@ from app.services.trace.replay import TraceReader
 from graph.axes import tasks
 from graph.errors import DamagedDataError, UsageError
 from graph.strategy import Configuration, Strategy
-from search.algorithms import mcmc, proposal_log
+from search.algorithms import proposal_log
 from search.algorithms.activation_checkpointing import everything
+from search.algorithms.chain import Chain, SearchOptions
 from search.algorithms.moves import ONE_GROUP, Moves, MoveShares, copied
 from search.algorithms.proposal_log import Proposal
 from search.evaluate.incremental import IncrementalEvaluation
+from search.outcome import Outcome
 from search.space.baselines import fsdp
 from search.space.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
 from tests.app.walks import Walked, begin, read, rows, walk, walked
@@ -70,7 +72,7 @@ def test_every_visited_strategy_is_rebuilt(store: Store, walked: Walked, name: s
     graph = GRAPHS[name]()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
     # Hot, so that much is accepted; random and known chains are among these.
-    options = mcmc.SearchOptions(proposals=400, chains=5, seed=seed, beta=3, shares=FAR)
+    options = SearchOptions(proposals=400, chains=5, seed=seed, beta=3, shares=FAR)
     search_id = begin(store, options)
     walk(store, search_id, graph, DEVICES, options, known=[odd])
     assert {chain for chain, _ in walked.visited} == set(range(6))
@@ -90,9 +92,9 @@ def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pyt
     monkeypatch.setattr("app.services.trace.recorder.DEEPEST_COPY", 2)
     monkeypatch.setattr("app.services.trace.recorder.MOST_KNOWN", 20)
     proposed: dict[tuple[int, int], tuple[object, ...]] = {}
-    step = mcmc.Chain.step
+    step = Chain.step
 
-    def step_and_tell(chain: mcmc.Chain, moves: Moves, record: Callable[[Proposal], None]) -> None:
+    def step_and_tell(chain: Chain, moves: Moves, record: Callable[[Proposal], None]) -> None:
         def tell(proposal: Proposal) -> None:
             others = tuple(
                 sorted((head, part.configuration) for part in proposal.others for head in part.heads)
@@ -102,9 +104,9 @@ def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pyt
 
         step(chain, moves, tell)
 
-    monkeypatch.setattr(mcmc.Chain, "step", step_and_tell)
+    monkeypatch.setattr(Chain, "step", step_and_tell)
     graph = unrolled()
-    options = mcmc.SearchOptions(proposals=500, chains=3, seed=1, beta=3, shares=FAR)
+    options = SearchOptions(proposals=500, chains=3, seed=1, beta=3, shares=FAR)
     search_id = begin(store, options)
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(1))
     walk(store, search_id, graph, DEVICES, options, known=[odd])
@@ -117,7 +119,7 @@ def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pyt
 @pytest.mark.usefixtures("small_pieces")
 def test_every_configuration_is_read_in_sql(store: Store) -> None:
     """In the view as in Python, copies of copies included."""
-    options = mcmc.SearchOptions(proposals=600, chains=3, seed=2, beta=1, shares=FAR)
+    options = SearchOptions(proposals=600, chains=3, seed=2, beta=1, shares=FAR)
     search_id = begin(store, options)
     odd = random_anywhere(branches(), DEVICES, np.random.default_rng(2))
     walk(store, search_id, branches(), DEVICES, options, known=[odd])
@@ -133,7 +135,7 @@ def test_every_configuration_is_read_in_sql(store: Store) -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 12, 1024])
 def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None:
     """All strides, seeds up to the largest, and copies along any axes as deep as there are."""
-    search_id = begin(store, mcmc.SearchOptions())
+    search_id = begin(store, SearchOptions())
     rng = np.random.default_rng(count)
     codes = Codes(count)
     expected: dict[int, Configuration] = {}
@@ -191,7 +193,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed:
     graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
     known = [odd, replace(fsdp(graph, DEVICES), recomputation=everything(graph))]
-    options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, shares=FAR)
+    options = SearchOptions(proposals=300, chains=4, seed=seed, beta=20, shares=FAR)
     whole = begin(store, options)
     expected = walk(store, whole, graph, DEVICES, options, known=known)
 
@@ -221,7 +223,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed:
 def test_an_older_search_is_rebuilt_read_in_sql_and_goes_on(store: Store, walked: Walked) -> None:
     """Its chunks lack the columns of proposals that change several groups; those that follow have them."""
     graph = unrolled()
-    alone = mcmc.SearchOptions(proposals=200, chains=2, seed=1, beta=3, shares=ONE_GROUP)
+    alone = SearchOptions(proposals=200, chains=2, seed=1, beta=3, shares=ONE_GROUP)
     whole, stopped = begin(store, alone), begin(store, alone)
     expected = walk(store, whole, graph, DEVICES, alone)
     walk(store, stopped, graph, DEVICES, alone, interrupt=interrupt_at(90))
@@ -250,7 +252,7 @@ def test_an_older_search_is_rebuilt_read_in_sql_and_goes_on(store: Store, walked
 @pytest.mark.usefixtures("small_pieces")
 def test_every_change_of_a_proposal_is_read_in_sql(store: Store) -> None:
     """Each further operator beside its code, in order."""
-    options = mcmc.SearchOptions(proposals=300, chains=2, seed=3, beta=3, shares=FAR)
+    options = SearchOptions(proposals=300, chains=2, seed=3, beta=3, shares=FAR)
     search_id = begin(store, options)
     walk(store, search_id, unrolled(), DEVICES, options)
     with connect(store.database) as connection:
@@ -273,7 +275,7 @@ def test_every_change_of_a_proposal_is_read_in_sql(store: Store) -> None:
 
 def test_a_search_that_wrote_nothing_begins_again(store: Store) -> None:
     graph = branches()
-    options = mcmc.SearchOptions(proposals=60, chains=2, seed=1)
+    options = SearchOptions(proposals=60, chains=2, seed=1)
     whole, stopped = begin(store, options), begin(store, options)
     walk(store, whole, graph, DEVICES, options)
     walk(store, stopped, graph, DEVICES, options, interrupt=interrupt_at(1))
@@ -283,14 +285,14 @@ def test_a_search_that_wrote_nothing_begins_again(store: Store) -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 def test_other_costs_are_no_continuation(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = mcmc.SearchOptions(proposals=100, chains=2, seed=1)
+    options = SearchOptions(proposals=100, chains=2, seed=1)
     search_id = begin(store, options)
     walk(store, search_id, branches(), DEVICES, options, interrupt=interrupt_at(60))
     current = IncrementalEvaluation.current
 
-    def slower(evaluation: IncrementalEvaluation) -> mcmc.Outcome:
+    def slower(evaluation: IncrementalEvaluation) -> Outcome:
         was = current(evaluation)
-        return mcmc.Outcome(was.excess_bytes, was.step_time_ns + 1)
+        return Outcome(was.excess_bytes, was.step_time_ns + 1)
 
     monkeypatch.setattr(IncrementalEvaluation, "current", slower)
     with pytest.raises(UsageError, match=r"was at .* ms, is at .* must be the same to go on"):
@@ -299,7 +301,7 @@ def test_other_costs_are_no_continuation(store: Store, monkeypatch: pytest.Monke
 
 def test_a_known_strategy_changes_no_other_chain(store: Store) -> None:
     graph = branches()
-    options = mcmc.SearchOptions(proposals=200, chains=3, seed=1)
+    options = SearchOptions(proposals=200, chains=3, seed=1)
     fresh, warm = begin(store, options), begin(store, options)
     found = walk(store, fresh, graph, DEVICES, options)
     better = walk(store, warm, graph, DEVICES, options, known=[found.strategy])
@@ -310,7 +312,7 @@ def test_a_known_strategy_changes_no_other_chain(store: Store) -> None:
 
 
 def test_what_was_never_visited_is_one_line(store: Store) -> None:
-    options = mcmc.SearchOptions(proposals=20, chains=2, seed=1)
+    options = SearchOptions(proposals=20, chains=2, seed=1)
     search_id = begin(store, options)
     walk(store, search_id, branches(), DEVICES, options)
     reader = TraceReader(store, search_id)

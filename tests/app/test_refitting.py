@@ -14,7 +14,7 @@ from app.services.progress import Progress
 from app.services.search.memory_repair import SearchAgain, repair_memory
 from app.services.search.run_algorithms import SearchPlan
 from graph.strategy import Strategy
-from search.algorithms.mcmc import SearchOptions
+from search.algorithms.chain import SearchOptions
 from search.algorithms.weight_sharding import share_weights
 from search.cost.cost_table import CostTable
 from search.evaluate.evaluator import outcome

@@ -26,6 +26,7 @@ from graph.errors import RuntimeFailure
 from graph.rules import flops
 from profiler.devices import available_devices
 from search.algorithms import chain_pool, chain_worker, mcmc, proposal_log
+from search.algorithms.chain import SearchOptions
 from search.algorithms.moves import MoveShares
 from search.parallel import fork
 from tests.app.conftest import Command
@@ -97,7 +98,7 @@ def test_the_trace_is_the_same_for_any_number_of_workers(
     monkeypatch.setattr(recording, "MOST_KNOWN", 20)
     graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(1))
-    options = mcmc.SearchOptions(proposals=400, chains=5, seed=1, beta=3, shares=FAR)
+    options = SearchOptions(proposals=400, chains=5, seed=1, beta=3, shares=FAR)
     searches = {workers: begin(store, options) for workers in (1, 2, 3)}
     found = {
         workers: walk(store, search_id, graph, DEVICES, options, known=[odd], workers=workers)
@@ -118,7 +119,7 @@ def test_an_interrupted_search_goes_on_with_another_number_of_workers(
     """Interrupted, then one of its processes killed, then to its end."""
     graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
-    options = mcmc.SearchOptions(proposals=1200, chains=4, seed=seed, beta=20, shares=FAR)
+    options = SearchOptions(proposals=1200, chains=4, seed=seed, beta=20, shares=FAR)
     whole, stopped = begin(store, options), begin(store, options)
     expected = walk(store, whole, graph, DEVICES, options, known=[odd])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +21,7 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from search.algorithms import mcmc
+from search.algorithms.chain import Chain, SearchOptions
 from search.cost.cost_table import CostTable
 from search.problem import Problem
 from search.space.groups import find_groups
@@ -42,18 +42,18 @@ class Walked:
 def walked(monkeypatch: pytest.MonkeyPatch) -> Walked:
     """Looks on while chains walk."""
     found = Walked()
-    step = mcmc.Chain.step
+    step = Chain.step
 
-    def step_and_tell(chain: mcmc.Chain, *arguments: Any) -> None:
+    def step_and_tell(chain: Chain, *arguments: Any) -> None:
         found.visited.setdefault((chain.number, chain.proposals), tuple(chain.evaluation.configurations))
         step(chain, *arguments)
         found.visited[chain.number, chain.proposals] = tuple(chain.evaluation.configurations)
 
-    monkeypatch.setattr(mcmc.Chain, "step", step_and_tell)
+    monkeypatch.setattr(Chain, "step", step_and_tell)
     return found
 
 
-def begin(store: Store, options: mcmc.SearchOptions) -> int:
+def begin(store: Store, options: SearchOptions) -> int:
     """Store a search that begins."""
     scene = Scene.stored(store)
     return store.start_search(
@@ -66,7 +66,7 @@ def walk(
     search_id: int,
     graph: OperatorGraph,
     device_count: int,
-    options: mcmc.SearchOptions,
+    options: SearchOptions,
     *,
     known: Sequence[Strategy] = (),
     resumed: bool = False,
@@ -96,15 +96,15 @@ def walk(
         recorder.told = told
         with pytest.MonkeyPatch.context() as patch:
             if interrupt is not None:
-                bound_ns, count = mcmc.Chain.bound_ns, 0
+                bound_ns, count = Chain.bound_ns, 0
 
-                def bound_or_interrupt(chain: mcmc.Chain) -> int:
+                def bound_or_interrupt(chain: Chain) -> int:
                     nonlocal count
                     count += 1
                     interrupt(count)
                     return bound_ns(chain)
 
-                patch.setattr(mcmc.Chain, "bound_ns", bound_or_interrupt)
+                patch.setattr(Chain, "bound_ns", bound_or_interrupt)
             return mcmc.search(
                 Problem(
                     graph,
@@ -169,9 +169,3 @@ def read(store: Store, search_id: int, kind: Any) -> pa.Table:
     tables = [parquet.read_table(folder / one.name) for one in chunks.registered(store, search_id, kind)]
     plain = [table.replace_schema_metadata() for table in tables]
     return pa.concat_tables(plain, promote_options="default")
-
-
-def size_on_disk(store: Store, search_id: int) -> int:
-    """Return the bytes of a search's trace, all files together."""
-    folder: Path = chunks.trace_folder(store, search_id)
-    return sum(path.stat().st_size for path in folder.iterdir())

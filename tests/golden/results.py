@@ -23,8 +23,10 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from search.algorithms.activation_checkpointing import everything
-from search.algorithms.mcmc import ProposalBatch, SearchOptions, search
+from search.algorithms.chain import SearchOptions
+from search.algorithms.mcmc import search
 from search.algorithms.moves import shares_for
+from search.algorithms.proposal_log import ProposalBatch
 from search.cost.cost_table import CostTable
 from search.orders import Order
 from search.problem import Problem

@@ -6,7 +6,7 @@ import pytest
 
 from scripts.benchmarks import moves
 from scripts.benchmarks.moves import ALL, MovesRow, compared, ratio, table, variants
-from search.algorithms.mcmc import SearchOptions
+from search.algorithms.chain import SearchOptions
 from search.algorithms.moves import MoveShares, shares_for
 
 

@@ -14,10 +14,11 @@ from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, local_topology
 from graph.training import Training
 from search.algorithms.best_tracker import builder_of
-from search.algorithms.mcmc import Outcome, outcome
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
+from search.evaluate.evaluator import outcome
 from search.orders import Order
+from search.outcome import Outcome
 from search.problem import Problem
 from search.space.groups import find_groups, follow
 from tests.search.builders import GraphBuilder, MadeUpCosts, device_kind, local_calls

@@ -13,7 +13,7 @@ from graph.errors import CostError, StrategyError, UsageError
 from graph.training import Training
 from search.algorithms.algorithm import AlgorithmContext, AlgorithmResult
 from search.algorithms.best_tracker import simulated
-from search.algorithms.mcmc import SearchOptions
+from search.algorithms.chain import SearchOptions
 from search.algorithms.registry import ALGORITHMS, best_of, parsed, run
 from search.cost.cost_table import CostTable, OperatorCost
 from search.cost.link_costs import LinkCosts

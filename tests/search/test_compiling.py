@@ -337,7 +337,8 @@ def test_kernels_are_called_with_the_arguments_that_are_compiled_beforehand() ->
 EVERY_ORDER = """
 from search.parallel.kernel_warm_up import argument_types, needed_kernels
 from search.cost.cost_table import CostTable
-from search.algorithms.mcmc import SearchOptions, search
+from search.algorithms.chain import SearchOptions
+from search.algorithms.mcmc import search
 from search.problem import Problem
 from search.simulate.simulator import simulate
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls

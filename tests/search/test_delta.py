@@ -13,7 +13,7 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, load_topology, local_topology
 from graph.training import Training
-from search.algorithms.mcmc import STOPPED, Chain, SearchOptions, start_chain
+from search.algorithms.chain import STOPPED, Chain, SearchOptions, start_chain
 from search.algorithms.moves import Moves, MoveShares
 from search.algorithms.proposal_log import ProposalBatch, Recorder
 from search.cost.cost_table import CostTable

@@ -6,7 +6,8 @@ import pytest
 from graph.axes import AxisKind, tasks
 from graph.strategy import Configuration
 from graph.training import Training
-from search.algorithms.mcmc import SearchOptions, SearchResult, search
+from search.algorithms.chain import SearchOptions
+from search.algorithms.mcmc import SearchResult, search
 from search.algorithms.moves import Moves, MoveShares, shares_for
 from search.cost.cost_table import CostTable
 from search.problem import Problem

@@ -19,8 +19,8 @@ from graph.operators import OperatorGraph
 from graph.substitutions.rewriting import rewritten
 from graph.training import Training
 from search.algorithms.backtracking import backtrack
+from search.algorithms.chain import SearchOptions
 from search.algorithms.joint import JointResult, JointStart, RewritingCosts, search_jointly, walk_jointly
-from search.algorithms.mcmc import SearchOptions
 from search.algorithms.mcmc import search as walk_alone
 from search.algorithms.moves import shares_for
 from search.algorithms.rewritings import Rewriting, Rewritings

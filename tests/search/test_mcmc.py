@@ -14,16 +14,11 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from search.algorithms import proposal_log
-from search.algorithms.mcmc import (
-    STOPPED,
-    Outcome,
-    ProposalBatch,
-    SearchOptions,
-    SearchResult,
-    accepts,
-    search,
-)
+from search.algorithms.chain import STOPPED, SearchOptions, accepts
+from search.algorithms.mcmc import SearchResult, search
+from search.algorithms.proposal_log import ProposalBatch
 from search.cost.cost_table import CostTable, OperatorCost
+from search.outcome import Outcome
 from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.simulate.task_graph import TaskGraphBuilder

@@ -20,7 +20,8 @@ from graph.calls import LocalCall
 from graph.errors import CostError, RuntimeFailure
 from graph.operators import OperatorGraph
 from search.algorithms import chain_pool, chain_worker, mcmc, proposal_log
-from search.algorithms.mcmc import Chain, SearchOptions, SearchResult, search
+from search.algorithms.chain import Chain, SearchOptions
+from search.algorithms.mcmc import SearchResult, search
 from search.algorithms.proposal_log import Observer
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.parallel import fork
@@ -341,7 +342,8 @@ def test_nobody_walks_while_a_cost_is_measured(started: Started) -> None:
 KILLED = """
 import sys
 from search.algorithms import chain_pool, mcmc
-from search.algorithms.mcmc import SearchOptions, search
+from search.algorithms.chain import SearchOptions
+from search.algorithms.mcmc import search
 from search.cost.cost_table import CostTable
 from search.problem import Problem
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls

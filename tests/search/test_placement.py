@@ -14,7 +14,7 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.training import OPTIMIZER_STATE, Training
 from search.algorithms.algorithm import AlgorithmContext
-from search.algorithms.mcmc import SearchOptions
+from search.algorithms.chain import SearchOptions
 from search.algorithms.placement import place
 from search.algorithms.registry import run
 from search.bounds.whole_placement import placement_model

@@ -23,8 +23,9 @@ from graph.topology import DeviceKind, load_topology
 from graph.training import Training
 from graph.zoo.rnnlm import rnnlm
 from profiler.estimate import estimate
+from search.algorithms.chain import SearchOptions
 from search.algorithms.exhaustive import exhaustive
-from search.algorithms.mcmc import SearchOptions, search
+from search.algorithms.mcmc import search
 from search.cost.calls_to_profile import rule_calls
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import LinkCosts

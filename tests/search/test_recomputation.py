@@ -12,7 +12,8 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.topology import Topology
 from search.algorithms.activation_checkpointing import blocks, recompute
-from search.algorithms.mcmc import SearchOptions, search
+from search.algorithms.chain import SearchOptions
+from search.algorithms.mcmc import search
 from search.cost.cost_table import CostTable
 from search.evaluate.evaluator import FullEvaluation, evaluation
 from search.evaluate.incremental import IncrementalEvaluation

@@ -20,7 +20,7 @@ from app.services.search.run_algorithms import SearchPlan
 from app.services.search.start_strategies import start_of
 from graph.strategy import Strategy
 from search.algorithms.activation_checkpointing import recompute
-from search.algorithms.mcmc import SearchOptions
+from search.algorithms.chain import SearchOptions
 from search.algorithms.staging import pipeline_baselines
 from search.algorithms.trials import TrialResult
 from search.algorithms.weight_sharding import share_weights

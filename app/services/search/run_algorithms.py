@@ -20,7 +20,8 @@ from graph.strategy import Strategy
 from profiler.pinning import usable_cores
 from search.algorithms import registry
 from search.algorithms.algorithm import AlgorithmContext, AlgorithmResult
-from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
+from search.algorithms.chain import SearchOptions
+from search.algorithms.proposal_log import ProposalBatch, ResumedChain
 from search.parallel.fork import can_fork
 from search.problem import Problem
 from search.space.groups import find_groups

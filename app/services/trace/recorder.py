@@ -29,7 +29,7 @@ from search.space.groups import Group, Member, follow
 from search.space.placements import Drawn, Permuted, ProposalOrigin, recognized
 
 if TYPE_CHECKING:
-    from search.algorithms import mcmc
+    from search.algorithms.proposal_log import ProposalBatch
 
 # Start, stride, seed, base, axes and devices of a `ConfigurationEntry`, of which its family has some.
 DeviceColumns = tuple[
@@ -61,7 +61,7 @@ class Codes:
         return rows
 
     def of_proposals(
-        self, batch: mcmc.ProposalBatch, current: Mapping[int, dict[int, int]]
+        self, batch: ProposalBatch, current: Mapping[int, dict[int, int]]
     ) -> tuple[list[int], Others]:
         """Return the codes of the proposed configurations, and those of further heads that the proposals change.
 
@@ -245,7 +245,7 @@ class TraceRecorder:
         self._trace.add_entries(self._codes.take_new())
         self._trace.add_starts(sorted(entries, key=lambda entry: entry.operator))
 
-    def on_proposals(self, batch: mcmc.ProposalBatch) -> None:
+    def on_proposals(self, batch: ProposalBatch) -> None:
         """Store a batch.
 
         Raises:

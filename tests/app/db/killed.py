@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.db.store import Store
-from search.algorithms import mcmc
+from search.algorithms.chain import SearchOptions
 from search.algorithms.proposal_log import Recorder
 from tests.app.walks import begin, walk
 from tests.search.builders import branches, random_anywhere
@@ -18,9 +18,9 @@ DEVICES = 6
 MOST = 1_000_000
 
 
-def options(seed: int) -> mcmc.SearchOptions:
+def options(seed: int) -> SearchOptions:
     """Return those of a search that goes on until it is killed."""
-    return mcmc.SearchOptions(proposals=MOST, chains=4, seed=seed, beta=20)
+    return SearchOptions(proposals=MOST, chains=4, seed=seed, beta=20)
 
 
 def search_until_killed(url: str, seed: int, search_id: Any, count: Any, made_s: Any) -> None:
