@@ -17,7 +17,7 @@ from graph.calls import LocalCall
 from graph.strategy import Configuration, Strategy
 from search.algorithms.chain import Chain, SearchOptions, resumed_chain
 from search.algorithms.moves import Moves, Part
-from search.algorithms.proposal_log import ChainSnapshot, Proposal, ResumedChain
+from search.algorithms.proposal_log import ChainSnapshot, Proposal, ResumedChain, forget
 from search.cost.cost_table import CallCost
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.placements import Copied, Drawn, Permuted, Strided
@@ -107,7 +107,7 @@ class ChainWorker:
             self._chains[request.chain] = resumed_chain(context.builder, request.parked, context.options)
         chain = self._chains[request.chain]
         proposals: list[Proposal] = []
-        record = proposals.append if context.is_recorded else _forget
+        record = proposals.append if context.is_recorded else forget
         until = min(context.deadline, time.monotonic() + TURN_S)
         generator, gained_at = chain.rng.bit_generator, chain.best.found_at
         state = generator.state
@@ -156,7 +156,3 @@ class ChainWorker:
         if answer is None:
             raise SearchEnded
         return answer
-
-
-def _forget(proposal: Proposal) -> None:
-    """Record a proposal of a search that nobody observes."""

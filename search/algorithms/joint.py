@@ -25,7 +25,7 @@ from graph.strategy import Strategy
 from search.algorithms.backtracking import Evaluated, backtrack
 from search.algorithms.chain import TURN, Chain, ChainResult, SearchOptions, start_chain
 from search.algorithms.optcnn import least_additive, small_tables
-from search.algorithms.proposal_log import Observer, Proposal
+from search.algorithms.proposal_log import Observer, forget
 from search.algorithms.rewritings import Rewriting, Rewritings, RewrittenGraph
 from search.orders import Order
 from search.outcome import Outcome
@@ -183,7 +183,7 @@ class JointChain:
         if self._rewritings.count and self.chain.rng.random() < self._share:
             self._rewrite()
         else:
-            self.chain.step(self.at.moves, _forget)
+            self.chain.step(self.at.moves, forget)
 
     def result(self) -> ChainResult:
         """Return the chain's result so far."""
@@ -269,10 +269,6 @@ def _walk(joint: JointChain, deadline: float, observer: Observer | None) -> None
         joint.step()
         if observer is not None and (chain.done or chain.proposals % TURN == 0):
             observer.progress(chain.proposals, chain.accepted, chain.best.outcome.seconds)
-
-
-def _forget(proposal: Proposal) -> None:
-    """Record nothing of a proposal."""
 
 
 @frozen_heap()

@@ -41,12 +41,11 @@ _HEAD, _WITH_WEIGHTS, _WITH_OTHERS, _WHOLE = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Additive:
-    """The strategy of the least additive cost in a space. `widest`: operators that the core's tables joined."""
+    """The strategy of the least additive cost in a space."""
 
     strategy: Strategy
     cost_ns: int
     space: Space
-    widest: int
 
 
 def optcnn(problem: Problem, space: Space | None = None, *, limit: int = LARGEST_TABLE) -> Additive:
@@ -70,7 +69,7 @@ def least_additive(tables: Tables, limit: int = LARGEST_TABLE) -> Additive:
             f"optcnn: eliminations leave {error.left} of {len(sizes)} groups, whose tables need {error.entries} "
             f"entries, must be at most {limit}; take fewer devices or algorithm mcmc"
         ) from None
-    return Additive(space.strategy(minimum.chosen), minimum.value, space, minimum.widest)
+    return Additive(space.strategy(minimum.chosen), minimum.value, space)
 
 
 def default_space(problem: Problem) -> Space:

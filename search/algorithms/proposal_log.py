@@ -37,6 +37,10 @@ class Proposal(NamedTuple):
     others: tuple[Part, ...] = ()
 
 
+def forget(proposal: Proposal) -> None:
+    """Record nothing of a proposal: nobody observes the search."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ProposalBatch:
     """Proposals in the order in which they were made, as columns.

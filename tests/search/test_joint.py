@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -123,19 +123,21 @@ def outcome_of(of: Rewritings, result: JointResult, order: Order = "program") ->
     return graph.outcome(result.strategy, order).seconds
 
 
+def alone_s(of: Rewritings, rewriting: Rewriting) -> float:
+    """Return the step of a rewriting on one device."""
+    graph = of.graph(rewriting)
+    assert graph is not None
+    return graph.outcome(single_device(graph.graph), "program").seconds
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_rewriting_that_is_best_on_one_device_is_that_of_brute_force(seed: int) -> None:
     of = rewritings(problem(Twice, seed))
 
-    def alone_s(rewriting: Rewriting) -> float:
-        graph = of.graph(rewriting)
-        assert graph is not None
-        return graph.outcome(single_device(graph.graph), "program").seconds
-
     sets = [each for size in range(of.count + 1) for each in itertools.combinations(range(of.count), size)]
     assert len(sets) > 2
     best = RewritingCosts(of, "program").best_alone
-    assert alone_s(best) == min(map(alone_s, sets))
+    assert alone_s(of, best) == min(alone_s(of, each) for each in sets)
 
 
 @pytest.mark.parametrize("seed", seeds(4, 40))
@@ -187,12 +189,7 @@ def test_more_proposals_are_never_worse(seed: int) -> None:
 def test_it_is_no_worse_than_one_after_the_other_from_where_that_ends(seed: int) -> None:
     of = rewritings(problem(Twice, seed))
 
-    def alone_s(rewriting: Rewriting) -> float:
-        graph = of.graph(rewriting)
-        assert graph is not None
-        return graph.outcome(single_device(graph.graph), "program").seconds
-
-    first = backtrack(of.count, alone_s, budget=9)[0].moves
+    first = backtrack(of.count, partial(alone_s, of), budget=9)[0].moves
     graph = of.graph(first)
     assert graph is not None
     options = SearchOptions(proposals=60, seed=seed)
