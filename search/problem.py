@@ -149,7 +149,7 @@ class Tables:
     """Tables of a space, made when they are asked for and kept."""
 
     def __init__(self, problem: Problem, space: Space, made: Tables | None = None) -> None:
-        """Take a space; `made`: tables of another one of the problem, of which is kept what choices cost."""
+        """Take a space; `made`: tables of another space of the problem, whose costs of single choices are kept."""
         self.problem = problem
         self.space = space
         self.graph = problem.graph
@@ -410,7 +410,7 @@ class Tables:
 
     @cached_property
     def _read_weights(self) -> list[tuple[object, ...]]:
-        """Of each group's weights, what its operators read of each."""
+        """For each group, the parts of its weights that its operators read."""
         statics = self._store.classes.statics
         read: list[tuple[object, ...]] = []
         for number, group in enumerate(self.space.groups):

@@ -139,7 +139,7 @@ class JobRun:
         return steps
 
     def _steps_apart(self, kernel: ReferenceKernel | None) -> _Steps:
-        """Execute the steps one by one, each behind a barrier; sample the kernel between those that are measured."""
+        """Execute the steps one by one, each behind a barrier; time the reference kernel between measured ones."""
         job, steps = self._job, _Steps()
         for number in range(job.steps):
             if kernel is not None and number >= job.warmup:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 MOST_WHOLE = 64
 # Fewer are seldom those that go well together: of 8 none was worth having on 48 devices.
 LEAST_KEPT = 16
-# Of what in a choice's cost there is a bound (`_cheapest`).
+# The bounds of a choice's cost, the less exact one first (`_cheapest`).
 _HEAD, _WITH_WEIGHTS, _WITH_OTHERS, _WHOLE = range(4)
 
 
@@ -78,17 +78,22 @@ def default_space(problem: Problem) -> Space:
     That is aligned lists of neighbours where these are few, else the first devices alone, without replicas; of those,
     each group keeps the `MOST_WHOLE` that cost least by themselves, the first of equals.
     """
-    return default_tables(problem).space
+    return _default_space(problem)[0]
 
 
 def default_tables(problem: Problem) -> Tables:
     """Return the tables of the default space."""
+    return Tables(problem, *_default_space(problem))
+
+
+def _default_space(problem: Problem) -> tuple[Space, Tables | None]:
+    """Return the default space, and the tables that its choices were taken from; None where all were taken."""
     graph, count = problem.graph, problem.device_count
     heads = [graph.operators[group.head] for group in find_groups(graph)]
     if all(count_contiguous(head, count) <= MOST_WHOLE for head in heads):
-        return Tables(problem, smallest_space(graph, count, MOST_WHOLE))
+        return smallest_space(graph, count, MOST_WHOLE), None
     every = Tables(problem, leading_space(graph, count))
-    return Tables(problem, cheapest_of(every, MOST_WHOLE), every)
+    return cheapest_of(every, MOST_WHOLE), every
 
 
 def small_tables(problem: Problem, most_pairs: int) -> Tables | None:
@@ -169,8 +174,9 @@ def _choice_ns(tables: Tables, group_index: int, number: int) -> int:
 def _cheapest(tables: Tables, group_index: int, most: int) -> list[int]:
     """Return the numbers of the `most` choices of a group that cost least by themselves, ascending.
 
-    Bounds are what the head's first task takes; that and what the weights take; the first tasks of all operators, and
-    the weights. Of all choices that with the lowest bound is looked into next, so that none is whose bound is too much.
+    A cost is bounded by the time of the head's first task; by that and the weights' sums and updates; by the first
+    tasks of all operators, and the weights. The choice of the lowest bound gets its next bound, or its cost, first: of
+    the others these are made only where their bounds do not exclude them.
     """
     head, *others = tables.space.groups[group_index].operators
     first_ns = tables.first_ns(head, range(len(tables.space.choices[group_index]))).tolist()

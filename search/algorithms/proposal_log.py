@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
 
 
 def forget(proposal: Proposal) -> None:
-    """Record nothing of a proposal: nobody observes the search."""
+    """Record nothing of a proposal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

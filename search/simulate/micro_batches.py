@@ -111,7 +111,7 @@ class MicroBatchTasks(NamedTuple):
     parts: PartCosts | None = None
 
     def busiest_ns(self) -> int:
-        """Return the most that tasks hold a device or a link in a step: what a step takes at least, in any order."""
+        """Return the nanoseconds of a step in which its busiest device or link is held: no order takes less."""
         tasks, sets, pipeline, parts = self
         run_ns_T = tasks.run_ns
         if parts is not None:
@@ -346,7 +346,7 @@ def _places(pipeline: Pipeline) -> Array:
 
 
 def _copies(segment_T: Array, is_last_sum_T: Array, pipeline: Pipeline) -> StepCopies:
-    """Return the tasks of a step; those that are done once are of the last micro-batch."""
+    """Return the copies of tasks that make a step; a task that runs once belongs to the last micro-batch."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
     sizes_G = np.bincount(segment_T, minlength=pipeline.leading + 2 * stages)
     order = np.argsort(_places(pipeline))

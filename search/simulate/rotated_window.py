@@ -67,7 +67,7 @@ class RotatedWindow(ABC):
         self.gathers = dict(zip(tasks.subject_T[gathers].tolist(), gathers.tolist(), strict=True))
 
     def _here(self, bucket: int) -> list[int]:
-        """Return what stands last on each of a bucket's devices, and what its next forward waits for."""
+        """Return the last task on each of a bucket's devices, and the tasks that its next forward waits for."""
         waits: list[int] = []
         for device in self.plan.buckets[bucket].devices:
             waits += [*self.awaited_D[device], self.latest_D[device]]

@@ -191,7 +191,11 @@ class Simulation:
         return replace(self, tasks=replace(self.tasks, peak_memory_D=peak_memory_D), account="walk")
 
     def at_speed(self, speed: float) -> Simulation:
-        """Return the simulation in which computations are `speed` times as fast; communication takes what it took."""
+        """Return the simulation of the same tasks with computations `speed` times as fast, each in whole nanoseconds.
+
+        Communication takes as long as before, also the computing time that contention takes for it; hosts issue tasks
+        as before.
+        """
         run_ns_T = self.tasks.run_ns_T.copy()
         run_ns_T[self._is_compute] = np.rint(run_ns_T[self._is_compute] / speed)
         return simulate_tasks(replace(self.tasks, run_ns_T=run_ns_T), self.order)

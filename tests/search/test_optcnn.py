@@ -18,7 +18,7 @@ from graph.plan import consumers_of
 from graph.strategy import Strategy
 from graph.training import Training
 from graph.weight_placement import cells, held_regions
-from search.algorithms.optcnn import MOST_WHOLE, default_space, factors, optcnn, small_tables
+from search.algorithms.optcnn import MOST_WHOLE, default_space, factors, least_additive, optcnn, small_tables
 from search.bounds.elimination import CostFunction, TooWide, minimize, smallest
 from search.cost.cost_table import CostTable, nanoseconds
 from search.cost.link_costs import LinkCosts
@@ -243,6 +243,8 @@ def test_tables_of_too_many_pairs_are_those_of_fewer_configurations_a_group() ->
         set(few) <= set(many) for few, many in zip(small.space.choices, whole.space.choices, strict=True)
     )
     assert small_tables(one, whole.pair_count // 1000) is None
+    # What was known of choices is what is found of them anew.
+    assert least_additive(small) == least_additive(Tables(one, small.space))
 
 
 @pytest.mark.parametrize("count", [6, 8, 12])
