@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -62,6 +61,7 @@ def compare(
         _print_attribution(execution, model, database, shown, as_json=as_json)
         return
     from app.analytics.compare import compare as compare_stored
+    from app.analytics.topology_names import topology_names
     from app.db.store import Store
 
     with Store.open(database, create=False) as store:
@@ -78,7 +78,9 @@ def compare(
     elif not comparison.rows:
         print_lines("no strategy is stored yet: app search, then app run")
     else:
-        topologies = _topology_names(comparison.rows)
+        topologies = topology_names(
+            (row.topology_id, row.topology, row.topology_devices) for row in comparison.rows
+        )
         _print_rows(comparison.rows, topologies)
         if comparison.accuracy:
             _print_accuracy(comparison.accuracy, topologies)
@@ -98,22 +100,6 @@ def _print_attribution(
         print_json(attribution.to_json())
     else:
         print_attribution(attribution, shown)
-
-
-def _topology_names(rows: Sequence[ComparisonRow]) -> dict[int, str]:
-    """Return the names of topologies by id; of several of one name with their devices and, of as many, their ids."""
-    alike: dict[str, dict[int, int]] = {}
-    for row in rows:
-        alike.setdefault(row.topology, {})[row.topology_id] = row.topology_devices
-    names = {}
-    for name, devices in alike.items():
-        of_count = Counter(devices.values())
-        for number, count in devices.items():
-            names[number] = name
-            if len(devices) > 1:
-                one = f"topology {number}, " if of_count[count] > 1 else ""
-                names[number] = f"{name} ({one}{count} device{'' if count == 1 else 's'})"
-    return names
 
 
 def _print_rows(rows: Sequence[ComparisonRow], topologies: Mapping[int, str]) -> None:

@@ -111,6 +111,25 @@ def test_a_probe_of_more_devices_than_cores_warns_before_it_measures(
         assert "warning" not in command("topology", "probe", *PAIR).errors
 
 
+def test_predictions_for_more_devices_than_cores_warn(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_arguments: object) -> None:
+        raise UsageError("measured")
+
+    monkeypatch.setattr(links, "probe", measure)
+    cores = len(usable_cores())
+    local = ("--device", "cpu", "--devices", str(2 * cores))
+    for command_line in (
+        ("topology", "show", "local", *local),
+        ("search", "--model", "mlp", "--preset", "small", *local),
+        ("run", "--model", "mlp", "--preset", "small", *local),
+    ):
+        outcome = command(*command_line)
+        assert f"warning: CPU devices: {2 * cores} share {cores} core(s)" in outcome.errors, command_line
+        assert outcome.errors.count("warning: CPU devices") == 1
+
+
 @pytest.mark.usefixtures("known_links")
 def test_residuals_are_shown(command: Command) -> None:
     shown = command("topology", "show", "local", *PAIR).output

@@ -322,6 +322,8 @@ def test_what_was_never_visited_is_one_line(store: Store) -> None:
         reader.configurations(2, 0)
     with pytest.raises(UsageError, match="its trace has no starts"):
         TraceReader(store, begin(store, options)).groups()
+    with pytest.raises(UsageError, match="was ended before a chain began"):
+        TraceReader(store, begin(store, options)).configurations(0, 0)
     path = next(chunks.trace_folder(store, search_id).glob("configurations-*"))
     path.write_bytes(b"PAR1 no more")
     with pytest.raises(DamagedDataError, match=f"trace chunk {path}: is no whole Parquet file"):

@@ -122,6 +122,10 @@ def _machine_like(store: Store, topology: Topology, precision: str) -> LocalMach
 
 def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Progress) -> Target:
     """Return the topology `local` of some devices of this machine; links that are not stored are measured."""
+    from profiler.devices import device_warnings
+
+    for warning in device_warnings(devices):
+        progress.warn(warning)
     machine = describe(store, devices)
     links = local_links(store, machine, progress)
     return Target(topology_of(machine, links), machine, links)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.analytics.duck import as_text, connect
+from app.analytics.topology_names import topology_names
 from app.db.engine import Database
 
 if TYPE_CHECKING:
@@ -109,10 +111,13 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
         DatabaseError: DuckDB cannot read the database.
     """
     with connect(database) as connection:
+        names = topology_names(
+            connection.execute("SELECT id, topology, device_count FROM topologies").fetchall()
+        )
         return ReportData(
-            _summaries(connection, wanted),
-            tuple(_curve(connection, row) for row in _searches(connection, wanted)),
-            _pairs(connection, wanted),
+            _summaries(connection, wanted, names),
+            tuple(_curve(connection, row, names) for row in _searches(connection, wanted)),
+            _pairs(connection, wanted, names),
             _costs(connection),
         )
 
@@ -131,18 +136,20 @@ def _names(wanted: Filter) -> dict[str, object]:
     return {"model": as_text(wanted.model), "topology": as_text(wanted.topology)}
 
 
-def _summaries(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[Summary, ...]:
+def _summaries(
+    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: Mapping[int, str]
+) -> tuple[Summary, ...]:
     rows = connection.execute(
-        f"SELECT model, topology, {_TRAINING}, strategies, best_predicted_s, predicted_speedup, "
+        f"SELECT model, topology_id, {_TRAINING}, strategies, best_predicted_s, predicted_speedup, "
         f"best_measured_median_s, measured_speedup FROM best_per_model WHERE {_WANTED} ORDER BY ALL",
         _names(wanted),
     ).fetchall()
-    return tuple(Summary(*row) for row in rows)
+    return tuple(Summary(model, names[topology], *others) for model, topology, *others in rows)
 
 
 def _searches(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> list[tuple[Any, ...]]:
     return connection.execute(
-        f"SELECT id, model, topology, {_TRAINING}, status, proposals, initial_time_s, best_time_s, "
+        f"SELECT id, model, topology_id, {_TRAINING}, status, proposals, initial_time_s, best_time_s, "
         "date_diff('millisecond', started_at, finished_at) / 1000 FROM searches "
         f"WHERE {_WANTED} AND ($search::BIGINT IS NULL OR id = $search) "
         f"ORDER BY id DESC LIMIT {SEARCHES_SHOWN}",
@@ -150,7 +157,9 @@ def _searches(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> list[tup
     ).fetchall()
 
 
-def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> SearchCurve:
+def _curve(
+    connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...], names: Mapping[int, str]
+) -> SearchCurve:
     """Return a search with its curve, of at most CURVE_POINTS points however long its trace is."""
     points = connection.execute(
         "WITH own AS (SELECT step, simulated_ns, accepted FROM proposals WHERE search = $search), "
@@ -165,17 +174,20 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
         made.append(made[-1] + count)
         candidates = [best[-1], None if fastest_ns is None else fastest_ns / 1e9]
         best.append(min((time_s for time_s in candidates if time_s is not None), default=None))
-    return SearchCurve(*(*row, tuple(made), tuple(best)))
+    number, model, topology, *others = row
+    return SearchCurve(*(number, model, names[topology], *others, tuple(made), tuple(best)))
 
 
-def _pairs(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[MeasuredStrategy, ...]:
+def _pairs(
+    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: Mapping[int, str]
+) -> tuple[MeasuredStrategy, ...]:
     rows = connection.execute(
-        f"SELECT model, topology, {_TRAINING}, strategy, source, predicted_s, measured_median_s "
+        f"SELECT model, topology_id, {_TRAINING}, strategy, source, predicted_s, measured_median_s "
         f"FROM predicted_vs_measured WHERE {_WANTED} AND predicted_s > 0 AND measured_median_s > 0 "
         f"ORDER BY ALL LIMIT {PAIRS_SHOWN}",
         _names(wanted),
     ).fetchall()
-    return tuple(MeasuredStrategy(*row) for row in rows)
+    return tuple(MeasuredStrategy(model, names[topology], *others) for model, topology, *others in rows)
 
 
 def _costs(connection: duckdb.DuckDBPyConnection) -> Costs | None:

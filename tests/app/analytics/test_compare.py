@@ -13,6 +13,7 @@ from app.analytics.duck import connect
 from app.db.models import executions
 from app.db.records import RunSpeed, SearchOutcome, StrategySource
 from app.db.store import Store
+from app.services.report.data import Filter, read_report_data
 from graph.errors import UsageError
 from tests.app.conftest import Command
 from tests.app.db import samples
@@ -298,6 +299,11 @@ def test_topologies_of_one_name_stand_apart(command: Command, database: Path) ->
     document = command("compare", "--json").document
     for rows in document.values():
         assert {row["topology_id"] for row in rows} == set(numbers)
+    with Store.open(database) as store:
+        reported = read_report_data(store.database, Filter())
+    shown_as = {f"local ({text})" for text in (first, second, "4 devices")}
+    assert {summary.topology for summary in reported.summaries} == shown_as
+    assert sorted(pair.topology for pair in reported.pairs) == sorted(2 * [*shown_as])
 
 
 def test_rows_come_from_the_fastest_to_those_that_were_not_measured(store: Store, scene: Scene) -> None:

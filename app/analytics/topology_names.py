@@ -1,0 +1,26 @@
+"""Names of topologies for tables and figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+def topology_names(topologies: Iterable[tuple[int, str, int]]) -> dict[int, str]:
+    """Return the names of topologies by id; of several of one name with their devices and, of as many, their ids.
+
+    Args:
+        topologies: of each its id, name and number of devices; one may come several times.
+    """
+    alike: dict[str, dict[int, int]] = {}
+    for number, name, devices in topologies:
+        alike.setdefault(name, {})[number] = devices
+    names = {}
+    for name, of_name in alike.items():
+        of_count = Counter(of_name.values())
+        for number, count in of_name.items():
+            names[number] = name
+            if len(of_name) > 1:
+                one = f"topology {number}, " if of_count[count] > 1 else ""
+                names[number] = f"{name} ({one}{count} device{'' if count == 1 else 's'})"
+    return names
