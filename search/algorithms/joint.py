@@ -33,7 +33,7 @@ from search.parallel.gc_pause import frozen_heap
 from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
 
-# Rewritings that are evaluated before the walk.
+# The most rewritings that backtracking evaluates before the walk.
 BUDGET = 20
 # Pairs of configurations beyond which OptCNN's program takes longer than the walk is worth.
 MOST_TABULATED = 300_000
@@ -277,7 +277,6 @@ def search_jointly(
     known: Sequence[Strategy],
     options: SearchOptions,
     *,
-    budget: int = BUDGET,
     share: float = SHARE,
     observer: Observer | None = None,
 ) -> JointResult:
@@ -291,7 +290,6 @@ def search_jointly(
         rewritings: of the graph as imported.
         known: strategies for the graph as imported; of them the configurations count.
         options: as of `walk_jointly`, but that the time limit counts.
-        budget: the most rewritings that backtracking evaluates.
         share: as of `walk_jointly`.
         observer: told how far the walk is.
 
@@ -309,7 +307,7 @@ def search_jointly(
             backtrack(
                 rewritings.count,
                 costs.seconds,
-                budget=budget,
+                budget=BUDGET,
                 starts=((), costs.best_alone),
                 deadline=deadline,
             )
