@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph.actors import Actor, Input, act
 from graph.errors import StrategyError
-from graph.texts import shown
+from graph.texts import counted, shown
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -258,8 +258,8 @@ def check_micro_batches(
         )
     if micro_batches.credits and len(micro_batches.credits) != len(stages):
         raise StrategyError(
-            f"strategy: has credits for {len(micro_batches.credits)} stages, must have them for its {len(stages)}; "
-            "give one number a stage"
+            f"strategy: has credits for {counted(len(micro_batches.credits), 'stage')}, must have them for its "
+            f"{len(stages)}; give one number a stage"
         )
     renewed = {buffer for buffer, _ in graph.buffer_updates}
     for index in graph.order.of_loss if renewed else ():

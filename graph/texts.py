@@ -67,6 +67,11 @@ def unreadable(error: Exception) -> str:
     return str(strerror).lower() if strerror else " ".join(str(error).split())
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number and its noun: of one as it is, of others the `plural`, or the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def ranges(numbers: Sequence[int]) -> list[str]:
     """Return numbers in their order, each run of consecutive ones as first-last."""
     runs: list[list[int]] = []

@@ -22,6 +22,7 @@ from app.cli.output import (
     synchronization_lines,
 )
 from graph.errors import RuntimeFailure
+from graph.texts import counted
 
 if TYPE_CHECKING:
     from app.services.run.report import RunReport
@@ -223,8 +224,9 @@ def _at_usual_speed(report: RunReport) -> str:
 
 def _print(report: RunReport) -> None:
     print_lines(
-        f"execution {report.execution_id}: {report.model}, batch size {report.batch_size}, on {report.devices} "
-        f"devices, strategy {report.strategy_digest[:12]}, {len(report.result.step_times_s)} steps"
+        f"execution {report.execution_id}: {report.model}, batch size {report.batch_size}, on "
+        f"{counted(report.devices, 'device')}, strategy {report.strategy_digest[:12]}, "
+        f"{counted(len(report.result.step_times_s), 'step')}"
     )
     print_table(
         ["", "step", "samples/s"],

@@ -239,8 +239,9 @@ def search(
     from app.services.search.micro_batches import DEFAULT_ALGORITHM
     from app.services.search.policies import checked_policy
     from app.services.search.request import SearchRequest, search_options
-    from app.services.search.search import UNITY, run_search
+    from app.services.search.search import run_search
     from graph.texts import one_of
+    from search.algorithms.registry import UNITY
 
     joint = algorithm == UNITY
     request = SearchRequest(
@@ -376,7 +377,9 @@ def _show_all(searches: MicroBatchSearches, *, as_json: bool) -> None:
                 for row in searches.rows()
             ],
         )
-        print_lines(f"the best is of search {searches.best.search_id}")
+        print_lines(
+            f"the best {'so far ' if searches.interrupted else ''}is of search {searches.best.search_id}"
+        )
     if searches.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
 
@@ -422,13 +425,15 @@ def _print_next(report: SearchReport, model: ModelRequest, chosen: Mapping[str, 
 
 def _print(report: SearchReport) -> None:
     from app.services.search.confirmation import TOLERANCE
+    from graph.texts import counted
 
     made = report.proposals - (report.resumed_at or 0)
     rate = made / report.seconds if report.seconds > 0 else 0.0
     print_lines(
-        f"search {report.search_id}: {report.model}, batch size {report.batch_size}, on {report.devices} devices of "
-        f"{report.topology}",
-        f"{report.proposals} proposals, {report.accepted} accepted, {report.seconds:.1f} s ({rate:.0f} a second)"
+        f"search {report.search_id}: {report.model}, batch size {report.batch_size}, on "
+        f"{counted(report.devices, 'device')} of {report.topology}",
+        f"{counted(report.proposals, 'proposal')}, {report.accepted} accepted, {report.seconds:.1f} s "
+        f"({rate:.0f} a second)"
         + (
             "; interrupted, the best so far is kept"
             + (f", go on by: app search --resume {report.search_id}" if report.resumable else "")
@@ -437,17 +442,15 @@ def _print(report: SearchReport) -> None:
         ),
     )
     if report.resumed_at is not None:
-        print_lines(f"resumed after {report.resumed_at} proposals")
+        print_lines(f"resumed after {counted(report.resumed_at, 'proposal')}")
     for start in report.starts:
         print_lines(f"starts also from known strategy {start.digest[:12]}, found for {start.found_for}")
     for algorithm in report.algorithms:
         if (algorithm.name, algorithm.proven) != ("mcmc", ""):
             time_s = algorithm.step_time_s
             result = "does not fit the memory" if time_s is None else f"found {milliseconds(time_s)}"
-            simulated = (
-                f"{algorithm.proposals} {'strategy' if algorithm.proposals == 1 else 'strategies'} simulated"
-            )
-            print_lines(f"{algorithm.name}: {result}, {simulated}, {algorithm.seconds:.1f} s")
+            simulated = counted(algorithm.proposals, "strategy", "strategies")
+            print_lines(f"{algorithm.name}: {result}, {simulated} simulated, {algorithm.seconds:.1f} s")
             if algorithm.proven:
                 print_lines(f"  proven: {algorithm.proven}")
     reference = next(prediction for prediction in report.predictions if prediction.name == "data-parallel")
@@ -489,7 +492,7 @@ def _print(report: SearchReport) -> None:
         print_lines(f"search {confirmation.search_id}: {confirmation.says()}")
     if report.confirmations:
         print_lines(
-            f"confirmed: by the new costs the winner is at most {TOLERANCE:.0%} slower than the fastest, "
+            f"confirmed: by the new costs the winner is at most {TOLERANCE * 100:.0f} % slower than the fastest, "
             "and than it was found to be"
             if report.confirmations[-1].holds
             else "not confirmed: the winner changed again; search once more, best on a quiet machine"
@@ -524,11 +527,16 @@ def _print(report: SearchReport) -> None:
     print_lines(*micro_batch_lines(report.micro_batches))
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.estimate_error is not None:
+        met = counted(
+            len(report.estimate_errors),
+            "cost that the search met is an estimate",
+            "costs that the search met are estimates",
+        )
         print_lines(
-            f"{len(report.estimate_errors)} costs that the search met are estimates; where the truth is known, half of "
-            f"such estimates are within {percent(report.estimate_error)}"
+            f"{met}; where the truth is known, half of such estimates are within {percent(report.estimate_error)}"
         )
     if report.unsplit:
         print_lines(
-            f"{len(report.unsplit)} operators have no rule or sizes that do not factor: see app models show"
+            f"{counted(len(report.unsplit), 'operator has', 'operators have')} no rule or sizes that do not factor: "
+            "see app models show"
         )

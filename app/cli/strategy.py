@@ -24,6 +24,7 @@ from app.cli.output import (
     synchronization_lines,
 )
 from graph.errors import UsageError
+from graph.texts import counted
 
 if TYPE_CHECKING:
     from app.services.strategies.strategies import ShownOperator, ShownStrategy, SimulatedCost
@@ -123,7 +124,7 @@ def rebuild(
         return
     print_lines(
         f"strategy {visited.record.id}: {visited.record.digest[:12]}, chain {visited.chain} of search "
-        f"{visited.search_id} after {visited.step} proposals, simulated step {milliseconds(simulated_s)}"
+        f"{visited.search_id} after {counted(visited.step, 'proposal')}, simulated step {milliseconds(simulated_s)}"
     )
 
 
@@ -244,8 +245,9 @@ def _show_parallel_graph(strategy: str, rows: int, database: str | None, *, as_j
         return
     record, parallel = shown.record, shown.parallel
     print_lines(
-        f"strategy {record.id}: {record.digest[:12]} ({record.source}) for {shown.graph.name}, {record.device_count} "
-        f"devices; {len(parallel.operators)} operators, {parallel.parallel_operators} parallelization operators"
+        f"strategy {record.id}: {record.digest[:12]} ({record.source}) for {shown.graph.name}, "
+        f"{counted(record.device_count, 'device')}; {counted(len(parallel.operators), 'operator')}, "
+        f"{counted(parallel.parallel_operators, 'parallelization operator')}"
     )
     cells: list[list[str]] = []
     chosen = parallel.operators[: rows or None]
@@ -318,8 +320,8 @@ def diff_strategies(
     )
     same = len(difference.first.operators) - len(difference.operators)
     print_lines(
-        f"{len(difference.operators)} operators differ, {same} do not; "
-        f"shown are {len(chosen)}, the largest change of cost first",
+        f"{counted(len(difference.operators), 'operator differs', 'operators differ')}, "
+        f"{counted(same, 'does not', 'do not')}; shown: {len(chosen)}, the largest change of cost first",
         _LEGEND,
     )
 
@@ -378,8 +380,8 @@ def import_strategy(
         )
         return
     print_lines(
-        f"strategy {done.record.id}: {done.record.digest[:12]} for {done.model} on {done.record.device_count} devices, "
-        + ("stored before" if done.known else "stored")
+        f"strategy {done.record.id}: {done.record.digest[:12]} for {done.model} on "
+        f"{counted(done.record.device_count, 'device')}, " + ("stored before" if done.known else "stored")
     )
 
 
@@ -393,7 +395,7 @@ def _headline(shown: ShownStrategy) -> str:
     record = shown.record
     text = (
         f"strategy {record.id}: {record.digest[:12]} ({record.source}) for {shown.model}, "
-        f"{record.device_count} devices{_sharing(shown)}"
+        f"{counted(record.device_count, 'device')}{_sharing(shown)}"
     )
     if shown.setting is None:
         return f"{text}; never simulated: app run"

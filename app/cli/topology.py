@@ -9,6 +9,7 @@ import typer
 from app.cli import options
 from app.cli.output import TerminalProgress, print_json, print_lines, print_table
 from graph.errors import UsageError
+from graph.texts import counted
 
 if TYPE_CHECKING:
     from app.services.costs.link_costs import LocalLinks
@@ -183,7 +184,9 @@ def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> Non
         document = json.loads(topology.to_json())
         print_json(document if links is None else {**document, "measured": _fits(links)})
         return
-    print_lines(f"{topology.name}: {len(topology.devices)} devices in {topology.node_count} nodes")
+    print_lines(
+        f"{topology.name}: {counted(len(topology.devices), 'device')} in {counted(topology.node_count, 'node')}"
+    )
     print_table(
         ["device kind", "devices", "float32", "memory", "memory bandwidth", "contention"],
         [

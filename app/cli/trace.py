@@ -17,6 +17,7 @@ from app.cli.output import (
     print_table,
     scheduling_line,
 )
+from graph.texts import counted
 
 if TYPE_CHECKING:
     from app.services.timeline.attribution import Attribution
@@ -81,8 +82,8 @@ def _print(report: TraceReport, rows: int) -> None:
     if report.attribution is None:
         print_lines(scheduling_line(step.simulation.scheduling))
     print_lines(
-        f"{step.graph.name} on {len(step.topology.devices)} devices of {step.topology.name}, strategy "
-        f"{step.record.digest[:12]}, simulated step {milliseconds(step.simulation.step_time_s)}",
+        f"{step.graph.name} on {counted(len(step.topology.devices), 'device')} of {step.topology.name}, "
+        f"strategy {step.record.digest[:12]}, simulated step {milliseconds(step.simulation.step_time_s)}",
         f"{report.events} events written to {report.file}; open it in ui.perfetto.dev",
     )
 

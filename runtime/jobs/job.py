@@ -174,7 +174,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     available = dist.get_world_size() if dist.is_initialized() else 1
     if size > available:
         raise RuntimeFailure(
-            f"run: there are {available} processes, must be {size}, one for each device of the strategy; start more"
+            f"run: processes are {available}, must be {size}, one for each device of the strategy; start more"
         )
     plan = job.plan()
     prepare_groups(plan, size, timeout_s, job.all_reduces)

@@ -216,7 +216,7 @@ def _fitted(
         needed = chosen.device_count
     if needed > size:
         raise StrategyError(
-            f"strategy: is for {needed} devices and there are {size} processes, must be one for each; start more: "
+            f"strategy: is for {needed} devices, processes are {size}, must be one for each; start more: "
             f"torchrun --nproc-per-node {needed}"
         )
     chosen.validate(graph, size)

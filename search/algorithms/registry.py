@@ -19,6 +19,9 @@ from search.problem import Problem
 # Of one search.
 MOST_CHAINED = 4
 
+UNITY = "unity"
+"""The algorithm that searches substitutions and strategies together: none of one problem, and so in no chain."""
+
 
 def run(
     names: Sequence[str],
@@ -71,9 +74,11 @@ def parsed(text: str) -> tuple[str, ...]:
     """Return the algorithms that a text like "optcnn,mcmc" names.
 
     Raises:
-        UsageError: one is unknown or there twice.
+        UsageError: one is unknown, there twice, or unity beside others.
     """
     names = tuple(name.strip() for name in text.split(","))
+    if UNITY in names and len(names) > 1:
+        raise UsageError(f"algorithm {UNITY}: is joined with others, must be alone; leave them out")
     for name in names:
         named(name)
     if len(set(names)) < len(names) or len(names) > MOST_CHAINED:

@@ -122,3 +122,17 @@ def test_an_unknown_algorithm_is_one_line(command: Command) -> None:
     assert outcome.errors.splitlines()[-1].startswith(
         "error: algorithm guessing: is unknown, must be one of exhaustive,"
     )
+
+
+def test_unity_is_no_unknown_algorithm_to_micro_batches_of_any_number(command: Command) -> None:
+    outcome = command(*SEARCH, "--algorithm", "unity", "--micro-batches", "auto")
+    assert (outcome.code, outcome.output) == (2, "")
+    assert outcome.errors.splitlines()[-1].startswith(
+        "error: --algorithm unity: chooses substitutions for a step in one batch, must be without --micro-batches"
+    )
+
+
+def test_one_device_and_one_proposal_are_in_the_singular(command: Command) -> None:
+    printed = command(*SEARCH, "--devices", "1", "--proposals", "1", "--chains", "1").output
+    assert ", on 1 device of " in printed
+    assert "\n1 proposal, " in printed

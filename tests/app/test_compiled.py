@@ -118,3 +118,15 @@ def test_without_a_compiler_nothing_is_begun(command: Command, monkeypatch: pyte
         refused = command(*words, "--compile")
         assert refused.code == 2
         assert "--compile: no-such-compiler is not there, must be for torch.compile" in refused.errors
+
+
+def test_a_search_for_devices_that_are_not_here_says_that_nothing_was_measured(command: Command) -> None:
+    searched = command(
+        "search", "--model", "mlp", "--preset", "small", "--topology", "p100-cluster", "--devices", "2",
+        "--algorithm", "greedy", "--proposals", "4", "--compile",
+    )  # fmt: skip
+    assert searched.code == 0, searched
+    said = (
+        "was measured to be faster compiled: p100-cluster[:2] has no device of this machine to measure it on"
+    )
+    assert said in searched.errors

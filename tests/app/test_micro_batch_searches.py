@@ -214,6 +214,32 @@ def test_auto_passes_by_what_does_not_fit(command: Command, monkeypatch: pytest.
     assert refused.errors.splitlines()[-1].startswith("error: search: what random found exceeds")
 
 
+def test_ctrl_c_between_two_searches_shows_the_best_so_far(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted_at(count: int) -> None:
+        def some(request: SearchRequest, *others: Any) -> Any:
+            if request.model.micro_batches == count:
+                raise KeyboardInterrupt  # as while the network is imported
+            return run_search(request, *others)
+
+        monkeypatch.setattr(micro_batch_searches, "run_search", some)
+
+    interrupted_at(4)
+    found = command(*RANDOM, "--micro-batches", "auto", "--json")
+    assert found.code == 130, found
+    rows = found.document["micro_batches"]
+    assert [row["count"] for row in rows] == [1, 2]
+    best = min(rows, key=lambda row: row["predicted_step_time_s"])
+    assert found.document["best"]["search"] == best["search"]
+    printed = command(*RANDOM, "--micro-batches", "auto")
+    assert (printed.code, printed.errors.splitlines()[-1]) == (130, "interrupted")
+    assert "the best so far is of search " in printed.output
+    interrupted_at(1)
+    nothing = command(*RANDOM, "--micro-batches", "auto")
+    assert (nothing.code, nothing.output, nothing.errors) == (130, "", "interrupted\n")
+
+
 def test_a_file_is_imported_at_the_size_of_its_micro_batches(command: Command, tmp_path: Path) -> None:
     found = command(*RANDOM, "--micro-batches", "4", "--json").document["predictions"][0]["digest"]
     file = tmp_path / "strategy.json"

@@ -175,7 +175,7 @@ def test_diff_names_exactly_the_operators_that_differ_and_their_costs(
         shown = run("strategy", "show", reference, "--json").document
         assert side in shown["operators"]
     text = run("strategy", "diff", first, str(imported.document["id"])).output
-    assert "1 operators differ" in text
+    assert "1 operator differs, " in text
     assert "no operator differs" in run("strategy", "diff", first, first).output
 
 

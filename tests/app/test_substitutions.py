@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.services.models.models import stored_request
+from app.services.search import substitution_searches
 from graph.errors import DamagedDataError
 from tests.app.conftest import USERS_NETWORK, Command
 
@@ -134,6 +135,21 @@ def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equ
     assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
 
 
+def test_ctrl_c_after_the_first_search_shows_what_that_found(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(substitution_searches, "search_jointly", interrupted)
+    report = command(
+        "search", *OWN, *HERE, "--algorithm", "unity", "--proposals", "20", "--no-confirm", "--json"
+    )
+    assert report.code == 130, report
+    (search,) = report.document["searches"]
+    assert (search["substitutions"], report.document["best"]["search"]) == ([], search["search"])
+
+
 @pytest.mark.parametrize("batch", ["4096", pytest.param("4", marks=pytest.mark.slow)])
 def test_the_joint_search_finds_what_an_exhaustive_one_over_all_sets_and_configurations_finds(
     command: Command, batch: str
@@ -169,7 +185,7 @@ def test_options_and_files_that_do_not_fit_are_refused_in_a_line(command: Comman
     plain = ("--model", "own_heads:fine", "--batch-size", "4", *HERE)
     refused = command("search", *plain, "--algorithm", "unity")
     assert refused.code == 2
-    assert "no rule applies to own_heads:fine" in refused.errors
+    assert "no rule applies to own_heads:fine, at least one must; choose mcmc" in refused.errors
 
     file = tmp_path / "wrong.json"
     for substitutions, said in (

@@ -39,6 +39,7 @@ from graph.schedule import GradientSums, Schedule
 from graph.strategy import Strategy
 from graph.substitutions.rewriting import needs_compiler
 from graph.synchronization import Policy, Synchronization, synchronization_to_json
+from graph.texts import counted
 from graph.topology import Processor
 from graph.training import Training
 from profiler.processes import start_server
@@ -281,7 +282,9 @@ def run_on(
         )
     )
     with _stored_failure(store, execution_id, cause):
-        with progress.stage(f"running {model.graph.name} on {len(setting.topology.devices)} devices"):
+        with progress.stage(
+            f"running {model.graph.name} on {counted(len(setting.topology.devices), 'device')}"
+        ):
             job = _job(request, setting, strategy, simulation)
             result = (start or _launch)(job, machine, request.timeout_s)
         if result is None:

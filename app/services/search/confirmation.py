@@ -16,6 +16,7 @@ from typing import Any
 from app.services.predict.predict import Setting, executions_by_kind, with_costs_read_again
 from graph.calls import LocalCall
 from graph.strategy import Strategy
+from graph.texts import counted
 from search.algorithms.algorithm import AlgorithmResult
 from search.evaluate.evaluator import outcome
 from search.orders import Order
@@ -77,8 +78,8 @@ class Confirmation:
             f"{step.name} {step.before_s * 1e3:.2f} -> {step.after_s * 1e3:.2f} ms" for step in self.steps
         ]
         return (
-            f"{self.calls} calls in which the best strategies differ were measured again in {self.seconds:.1f} s: "
-            + ", ".join(steps)
+            f"{counted(self.calls, 'call')} in which the best strategies differ {'was' if self.calls == 1 else 'were'} "
+            f"measured again in {self.seconds:.1f} s: {', '.join(steps)}"
         )
 
     def to_json(self) -> dict[str, Any]:

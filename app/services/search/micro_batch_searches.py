@@ -15,7 +15,8 @@ from app.services.search import micro_batches
 from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
 from app.services.search.search import run_search
-from graph.errors import ImportFailure, StrategyError
+from graph.errors import ImportFailure, StrategyError, UsageError
+from search.algorithms.registry import UNITY
 
 MOST_TRIED = 32
 """Micro-batches, at most."""
@@ -55,7 +56,8 @@ def run_searches(
 ) -> MicroBatchSearches:
     """Search with each number of micro-batches that divides the batch, a power of two up to `MOST_TRIED`.
 
-    A number of which no strategy fits, or of which the network cannot be imported, is passed by with a warning.
+    A number of which no strategy fits, or of which the network cannot be imported, is passed by with a warning. Ctrl-C
+    ends all with the searches so far.
 
     Args:
         request: the search, of one batch; its `algorithm` counts for nothing.
@@ -66,7 +68,13 @@ def run_searches(
 
     Raises:
         SoapstoneError: as `run_search`; an option that does not go with micro-batches, before the first search.
+        KeyboardInterrupt: it was interrupted before the first search began.
     """
+    if algorithm == UNITY:
+        raise UsageError(
+            f"--algorithm {UNITY}: chooses substitutions for a step in one batch, must be without --micro-batches; "
+            "leave one of the two out"
+        )
     requests = [_request(request, algorithm, count) for count in _counts(request.model)]
     for each in requests:
         search_options(each)
@@ -81,6 +89,10 @@ def run_searches(
             progress.warn(f"{count} micro-batch{'' if count == 1 else 'es'}: {error}")
             failure = failure or error
             continue
+        except KeyboardInterrupt:
+            if not reports:
+                raise
+            return MicroBatchSearches(tuple(reports), ended=True)
         reports.append((count, report))
         if report.interrupted or report.unconfirmed:
             break

@@ -172,9 +172,13 @@ class SearchReport:
 
 @dataclass(frozen=True, slots=True)
 class RelatedSearches(Generic[Choice]):
-    """Searches for one network, in their order, each with the choice that it was made for."""
+    """Searches for one network, in their order, each with the choice that it was made for.
+
+    ended: whether Ctrl-C came between two of them.
+    """
 
     reports: tuple[tuple[Choice, SearchReport], ...]
+    ended: bool = field(default=False, kw_only=True)
 
     @property
     def best(self) -> SearchReport:
@@ -183,6 +187,6 @@ class RelatedSearches(Generic[Choice]):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last search was interrupted, or confirming it was."""
+        """Whether the last search was interrupted, or confirming it was, or Ctrl-C came before the next."""
         last = self.reports[-1][1]
-        return last.interrupted or last.unconfirmed
+        return self.ended or last.interrupted or last.unconfirmed

@@ -52,8 +52,6 @@ from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
 from search.cost.calls_to_profile import calls_to_profile
 
-UNITY = "unity"
-"""The algorithm that searches substitutions and strategies together (`substitution_searches`)."""
 # Searches that follow one whose winner does not hold, at most.
 MOST_SEARCHES_ON = 2
 
@@ -152,10 +150,10 @@ def resume_search(
         record = store.search(search_id)
         if record.status in ("finished", "running"):
             store.resume_search(search_id)  # says why not
-        if record.algorithm == UNITY:
+        if record.algorithm == registry.UNITY:
             raise UsageError(
-                f"search {search_id}: is of algorithm {UNITY}, whose proposals are not recorded, must be of another "
-                "one to go on; start a new search"
+                f"search {search_id}: is of algorithm {registry.UNITY}, whose proposals are not recorded, must be of "
+                "another one to go on; start a new search"
             )
         request = request_of(record)
         with as_written(f"table searches, row {record.id}, column options"):
@@ -335,7 +333,10 @@ def _with_stretches_compiled(
     if ranges:
         compiled = SearchPredictions(store, setting, plan).predict(replace(strategy, compiled=ranges))
     if compiled.rank >= report.best.rank:
-        progress.say("nothing of the best strategy was measured to be faster compiled")
+        unmeasured = (
+            "" if setting.measurers else f": {topology.name} has no device of this machine to measure it on"
+        )
+        progress.say(f"nothing of the best strategy was measured to be faster compiled{unmeasured}")
         return report
     names = [operator.name for operator in graph.operators]
     searched_s = report.best.step_time_s if report.searched_s is None else report.searched_s

@@ -22,6 +22,7 @@ from app.services.stored import strategy_of
 from graph.errors import StrategyError, UsageError
 from graph.strategy import Strategy, with_whole_weights
 from graph.synchronization import BY_DEFAULT
+from graph.texts import counted
 from search.space.strategy_transfer import adapt
 
 MOST = 2
@@ -86,7 +87,7 @@ def start_of(
     """
     graph, count = setting.model.graph, len(setting.topology.devices)
     document = json.loads(record.document)
-    origin = f"batch size {setting.training.batch_size} on {count} devices"
+    origin = f"batch size {setting.training.batch_size} on {counted(count, 'device')}"
     if record.graph_id == setting.graph_id and record.device_count == count:
         strategy = replace(
             strategy_of(record, graph, count),
@@ -96,13 +97,14 @@ def start_of(
         )
     else:
         strategy = adapt(document, record.device_count, graph, count)
-        origin = f"graph {document['graph'][:12]} on {record.device_count} devices"
+        origin = f"graph {document['graph'][:12]} on {counted(record.device_count, 'device')}"
     divided = with_whole_weights(graph, setting.in_micro_batches(strategy))
     if divided is not strategy:
         divided.validate(graph, count)
     if found_for is not None:
         origin = (
-            f"batch size {found_for.batch_size} on {found_for.device_count} devices of {found_for.topology}"
+            f"batch size {found_for.batch_size} on {counted(found_for.device_count, 'device')} of "
+            f"{found_for.topology}"
         )
     return StartStrategy(record.digest, divided, origin)
 

@@ -23,7 +23,6 @@ from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
 from app.services.search.run_algorithms import ProgressObserver, worker_count
 from app.services.search.search import (
-    UNITY,
     check_topology,
     imported_model,
     keep_search,
@@ -40,6 +39,7 @@ from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.joint import JointResult, search_jointly
 from search.algorithms.moves import shares_for
+from search.algorithms.registry import UNITY
 from search.algorithms.rewritings import Rewriting, Rewritings
 from search.problem import Problem
 
@@ -86,6 +86,8 @@ def run_substitution_searches(
 ) -> SubstitutionSearches:
     """Search for substitutions and strategies together; never worse than the search for the graph as imported.
 
+    Ctrl-C ends both with the best so far.
+
     Args:
         request: the search; its `algorithm` is that of each graph. `fuse`: with rules that take a compiler, too.
         database: as for `run_search`.
@@ -96,7 +98,7 @@ def run_substitution_searches(
         UsageError: no rule applies to the network.
         SoapstoneError: as `run_search`.
     """
-    options = search_options(request)
+    search_options(request)  # refuses before anything is imported
     if request.model.micro_batches != 1 or request.substitute:
         raise UsageError(
             f"--algorithm {UNITY}: chooses substitutions for a step in one batch, must be without --micro-batches and "
@@ -120,12 +122,28 @@ def run_substitution_searches(
     moves = moves_of(model.graph, rules)
     if not moves:
         raise UsageError(
-            f"--algorithm {UNITY}: no rule applies to {model.graph.name}, must one; choose mcmc, which searches the "
-            "same strategies"
+            f"--algorithm {UNITY}: no rule applies to {model.graph.name}, at least one must; choose mcmc, which "
+            "searches the same strategies"
         )
     plain = run_search(request, database, progress, lambda: model)
     if plain.interrupted or plain.unconfirmed:
         return SubstitutionSearches((((), plain),), ())
+    try:
+        return _go_on_jointly(request, model, moves, plain, database, progress)
+    except KeyboardInterrupt:
+        return SubstitutionSearches((((), plain),), (), ended=True)
+
+
+def _go_on_jointly(
+    request: SearchRequest,
+    model: ImportedModel,
+    moves: Sequence[tuple[Substitution, ...]],
+    plain: SearchReport,
+    database: str | None,
+    progress: Progress,
+) -> SubstitutionSearches:
+    """Search jointly from what the search for the graph as imported found, and store the result."""
+    options = search_options(request)
     with Store.open(database) as store:
         with search_setting(store, request, model, progress) as setting:
             known = start_of(setting, store.strategy(plain.best.digest)).strategy
