@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from graph.texts import counted
+
 
 def topology_names(topologies: Iterable[tuple[int, str, int]]) -> dict[int, str]:
     """Return the names of topologies by id; of several of one name with their devices and, of as many, their ids.
@@ -22,5 +24,5 @@ def topology_names(topologies: Iterable[tuple[int, str, int]]) -> dict[int, str]
             names[number] = name
             if len(of_name) > 1:
                 one = f"topology {number}, " if of_count[count] > 1 else ""
-                names[number] = f"{name} ({one}{count} device{'' if count == 1 else 's'})"
+                names[number] = f"{name} ({one}{counted(count, 'device')})"
     return names

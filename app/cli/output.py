@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from app.cli.text import printable
 from app.services.progress import Progress
-from graph.texts import ranges
+from graph.texts import counted, ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -209,9 +209,9 @@ def micro_batch_lines(document: Mapping[str, Any]) -> list[str]:
         line += f", gradients summed in {document['gradients']}"
     stages, samples = document.get("stages"), document.get("samples")
     if stages is not None:
-        line += f", {stages} stage{'' if stages == 1 else 's'}"
+        line += f", {counted(stages, 'stage')}"
     if samples is not None:
-        line += f"; {samples} sample{'' if samples == 1 else 's'} each"
+        line += f"; {counted(samples, 'sample')} each"
     return [line]
 
 
@@ -228,7 +228,7 @@ def recomputation_line(report: RecomputationReport) -> str:
     """Return in a line the extent of recomputation, its time and the memory that it saves."""
     count = len(report.groups)
     return (
-        f"made again in the backward: {count} group{'' if count == 1 else 's'}, {report.operators} of "
+        f"made again in the backward: {counted(count, 'group')}, {report.operators} of "
         f"{report.all_operators} operators; {milliseconds(report.added_s)} a step more, and "
         f"{mebibytes(report.saved_bytes)} less on the fullest device (roughly)"
     )

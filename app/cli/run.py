@@ -253,7 +253,7 @@ def _print(report: RunReport) -> None:
     )
     print_lines(scheduling_line(report.scheduling, report.recorded_scheduling))
     if report.recomputed:
-        groups = f"{len(report.recomputed)} group{'' if len(report.recomputed) == 1 else 's'}"
+        groups = counted(len(report.recomputed), "group")
         print_lines(f"activations of {groups} of operators were made again in the backward")
     if report.compiled:
         print_lines(compiled_line(report.compiled))

@@ -13,6 +13,7 @@ from graph.errors import RuntimeFailure
 from graph.operators import OperatorGraph
 from graph.pulls import Pull
 from graph.strategy import Strategy
+from graph.texts import counted
 from graph.training import Training
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import Verification
@@ -174,7 +175,8 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     available = dist.get_world_size() if dist.is_initialized() else 1
     if size > available:
         raise RuntimeFailure(
-            f"run: processes are {available}, must be {size}, one for each device of the strategy; start more"
+            f"run: has {counted(available, 'process', 'processes')}, must have {size}, one for each device of the "
+            "strategy; start more"
         )
     plan = job.plan()
     prepare_groups(plan, size, timeout_s, job.all_reduces)

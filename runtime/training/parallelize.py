@@ -216,7 +216,8 @@ def _fitted(
         needed = chosen.device_count
     if needed > size:
         raise StrategyError(
-            f"strategy: is for {needed} devices, processes are {size}, must be one for each; start more: "
+            f"strategy: is for {needed} devices, there must be a process for each and "
+            f"{'is' if size == 1 else 'are'} {size}; start more: "
             f"torchrun --nproc-per-node {needed}"
         )
     chosen.validate(graph, size)

@@ -95,39 +95,30 @@ def test_residuals_are_those_of_the_raw_samples_that_are_kept(probed: Path) -> N
     assert checked == len(PATTERNS)
 
 
-def test_a_probe_of_more_devices_than_cores_warns_before_it_measures(
-    command: Command, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topology", "probe"),
+        ("topology", "show", "local"),
+        ("search", "--model", "mlp", "--preset", "small"),
+        ("run", "--model", "mlp", "--preset", "small"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_more_devices_than_cores_are_warned_of_before_links_are_measured(
+    command: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     def measure(*_arguments: object) -> None:
         raise UsageError("measured")
 
     monkeypatch.setattr(links, "probe", measure)
     cores = len(usable_cores())
-    outcome = command("topology", "probe", "--device", "cpu", "--devices", str(2 * cores))
-    warning, *_, last = outcome.errors.splitlines()
+    outcome = command(*words, "--device", "cpu", "--devices", str(2 * cores))
+    (warning,) = [line for line in outcome.errors.splitlines() if line.startswith("warning: CPU devices")]
     assert warning.startswith(f"warning: CPU devices: {2 * cores} share {cores} core(s)"), outcome
-    assert (outcome.code, last) == (2, "error: measured")
+    assert (outcome.code, outcome.errors.splitlines()[-1]) == (2, "error: measured")
     if cores > 1:
-        assert "warning" not in command("topology", "probe", *PAIR).errors
-
-
-def test_predictions_for_more_devices_than_cores_warn(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*_arguments: object) -> None:
-        raise UsageError("measured")
-
-    monkeypatch.setattr(links, "probe", measure)
-    cores = len(usable_cores())
-    local = ("--device", "cpu", "--devices", str(2 * cores))
-    for command_line in (
-        ("topology", "show", "local", *local),
-        ("search", "--model", "mlp", "--preset", "small", *local),
-        ("run", "--model", "mlp", "--preset", "small", *local),
-    ):
-        outcome = command(*command_line)
-        assert f"warning: CPU devices: {2 * cores} share {cores} core(s)" in outcome.errors, command_line
-        assert outcome.errors.count("warning: CPU devices") == 1
+        assert "warning" not in command(*words, *PAIR).errors
 
 
 @pytest.mark.usefixtures("known_links")

@@ -131,7 +131,7 @@ def test_names_are_shown_as_they_are_but_for_what_steers(
     file.write_text(TOPOLOGY.replace("NAME", f"{MARKUP}\\e[31m\\a\\u202e"))
     outcome = command("topology", "show", str(file))
     assert_plain(outcome)
-    assert f"{MARKUP}?[31m??: 1 device" in outcome.output
+    assert f"{MARKUP}?[31m??: 1 device in 1 node\n" in outcome.output
     assert outcome.output.count(MARKUP) >= 2
 
 

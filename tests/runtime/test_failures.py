@@ -116,7 +116,7 @@ def test_too_few_devices() -> None:
 
 
 def test_too_few_processes() -> None:
-    with pytest.raises(RuntimeFailure, match="processes are 1, must be 2"):
+    with pytest.raises(RuntimeFailure, match="run: has 1 process, must have 2"):
         run_job(job_of(reference("perceptron")))
 
 

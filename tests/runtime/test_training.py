@@ -201,7 +201,9 @@ def test_a_strategy_for_another_graph_names_what_differs(tmp_path: Path) -> None
     with pytest.raises(StrategyError, match=r"lacks \d+ of its operators"):
         runtime.parallelize(other[0], file, *other[1:], optimizer=sgd)
     two = random_strategy(graph_of("perceptron"), 2, 0)
-    with pytest.raises(StrategyError, match="is for 2 devices, processes are 1"):
+    with pytest.raises(
+        StrategyError, match="is for 2 devices, there must be a process for each and is 1; start"
+    ):
         runtime.parallelize(module, two, args, kwargs, optimizer=sgd)
     normed = reference("convolutions").build(0)
     with pytest.raises(StrategyError, match='pass batch_norm="synchronized"'):

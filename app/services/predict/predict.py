@@ -121,7 +121,10 @@ def _machine_like(store: Store, topology: Topology, precision: str) -> LocalMach
 
 
 def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Progress) -> Target:
-    """Return the topology `local` of some devices of this machine; links that are not stored are measured."""
+    """Return the topology `local` of some devices of this machine; links that are not stored are measured.
+
+    Whatever makes measurements on the devices less exact is warned of.
+    """
     from profiler.devices import device_warnings
 
     for warning in device_warnings(devices):

@@ -116,7 +116,7 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
         )
         return ReportData(
             _summaries(connection, wanted, names),
-            tuple(_curve(connection, row, names) for row in _searches(connection, wanted)),
+            tuple(_curve(connection, row) for row in _searches(connection, wanted, names)),
             _pairs(connection, wanted, names),
             _costs(connection),
         )
@@ -147,19 +147,20 @@ def _summaries(
     return tuple(Summary(model, names[topology], *others) for model, topology, *others in rows)
 
 
-def _searches(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> list[tuple[Any, ...]]:
-    return connection.execute(
+def _searches(
+    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: Mapping[int, str]
+) -> list[tuple[Any, ...]]:
+    rows = connection.execute(
         f"SELECT id, model, topology_id, {_TRAINING}, status, proposals, initial_time_s, best_time_s, "
         "date_diff('millisecond', started_at, finished_at) / 1000 FROM searches "
         f"WHERE {_WANTED} AND ($search::BIGINT IS NULL OR id = $search) "
         f"ORDER BY id DESC LIMIT {SEARCHES_SHOWN}",
         {**_names(wanted), "search": wanted.search},
     ).fetchall()
+    return [(number, model, names[topology], *others) for number, model, topology, *others in rows]
 
 
-def _curve(
-    connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...], names: Mapping[int, str]
-) -> SearchCurve:
+def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> SearchCurve:
     """Return a search with its curve, of at most CURVE_POINTS points however long its trace is."""
     points = connection.execute(
         "WITH own AS (SELECT step, simulated_ns, accepted FROM proposals WHERE search = $search), "
@@ -174,8 +175,7 @@ def _curve(
         made.append(made[-1] + count)
         candidates = [best[-1], None if fastest_ns is None else fastest_ns / 1e9]
         best.append(min((time_s for time_s in candidates if time_s is not None), default=None))
-    number, model, topology, *others = row
-    return SearchCurve(*(number, model, names[topology], *others, tuple(made), tuple(best)))
+    return SearchCurve(*(*row, tuple(made), tuple(best)))
 
 
 def _pairs(

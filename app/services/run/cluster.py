@@ -34,6 +34,7 @@ from app.services.predict.predict import Target, local_target
 from app.services.progress import Progress
 from graph.collective_algorithms import measured_algorithms, node_levels
 from graph.errors import RankFailure, SoapstoneError, UsageError
+from graph.texts import counted
 from graph.topology import Device, DeviceKind, Link, Processor, Topology, with_ports
 from runtime.launch.rank_leader import LaunchedRanks
 from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_variable
@@ -250,9 +251,7 @@ def _probe(
 ) -> LinkProbe:
     """Measure between all ranks, as rank 0, which the others follow."""
     hosts = len(set(nodes))
-    with progress.stage(
-        f"measuring links between {len(nodes)} ranks on {hosts} host{'' if hosts == 1 else 's'}"
-    ):
+    with progress.stage(f"measuring links between {len(nodes)} ranks on {counted(hosts, 'host')}"):
         order = ProbeOrder(
             probed_pairs(nodes),
             probed_groups(nodes),

@@ -16,6 +16,7 @@ from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
 from app.services.search.search import run_search
 from graph.errors import ImportFailure, StrategyError, UsageError
+from graph.texts import counted
 from search.algorithms.registry import UNITY
 
 MOST_TRIED = 32
@@ -86,7 +87,7 @@ def run_searches(
         try:
             report = run_search(each, database, progress, imported if count == 1 else None)
         except (StrategyError, ImportFailure) as error:
-            progress.warn(f"{count} micro-batch{'' if count == 1 else 'es'}: {error}")
+            progress.warn(f"{counted(count, 'micro-batch', 'micro-batches')}: {error}")
             failure = failure or error
             continue
         except KeyboardInterrupt:

@@ -37,6 +37,7 @@ from graph.rules import whole_call
 from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, matches, rewritten
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.algorithm import AlgorithmResult
+from search.algorithms.chain import SearchOptions
 from search.algorithms.joint import JointResult, search_jointly
 from search.algorithms.moves import shares_for
 from search.algorithms.registry import UNITY
@@ -98,7 +99,7 @@ def run_substitution_searches(
         UsageError: no rule applies to the network.
         SoapstoneError: as `run_search`.
     """
-    search_options(request)  # refuses before anything is imported
+    options = search_options(request)
     if request.model.micro_batches != 1 or request.substitute:
         raise UsageError(
             f"--algorithm {UNITY}: chooses substitutions for a step in one batch, must be without --micro-batches and "
@@ -129,21 +130,21 @@ def run_substitution_searches(
     if plain.interrupted or plain.unconfirmed:
         return SubstitutionSearches((((), plain),), ())
     try:
-        return _go_on_jointly(request, model, moves, plain, database, progress)
+        return _go_on_jointly(request, options, model, moves, plain, database, progress)
     except KeyboardInterrupt:
         return SubstitutionSearches((((), plain),), (), ended=True)
 
 
 def _go_on_jointly(
     request: SearchRequest,
+    options: SearchOptions,
     model: ImportedModel,
     moves: Sequence[tuple[Substitution, ...]],
     plain: SearchReport,
     database: str | None,
     progress: Progress,
 ) -> SubstitutionSearches:
-    """Search jointly from what the search for the graph as imported found, and store the result."""
-    options = search_options(request)
+    """Search jointly from the best strategy of the search for the graph as imported, and store the result."""
     with Store.open(database) as store:
         with search_setting(store, request, model, progress) as setting:
             known = start_of(setting, store.strategy(plain.best.digest)).strategy

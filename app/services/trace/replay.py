@@ -119,12 +119,12 @@ class TraceReader:
     @_interpreting
     def starts(self, chain: int) -> dict[int, int]:
         """Return the codes of a chain's start by operator: of all heads, and of operators that do not follow theirs."""
-        table = self._table("starts", ["operator", "configuration"], [("chain", "=", chain)]).to_pydict()
         if not self.has_starts:
             raise UsageError(
                 f"search {self._search_id}: was ended before a chain began, must have begun one; continue it by "
                 f"app search --resume {self._search_id}"
             )
+        table = self._table("starts", ["operator", "configuration"], [("chain", "=", chain)]).to_pydict()
         if not table["operator"]:
             raise UsageError(
                 f"search {self._search_id}: has no chain {chain}, must have it; see view proposals by app query"
