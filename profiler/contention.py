@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from profiler.call_inputs import cache_bytes
+from profiler.process_groups import Message, start_messages
 from profiler.rank_clock import RankClock
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ def _measure(
 
 def _ring(clock: RankClock, rank: int, world_size: int, sizes: OverlapSizes) -> Started:
     """Return messages around a ring: each rank sends to the next one and receives from the one before."""
-    import torch.distributed as dist
 
     outgoing, incoming = ([clock.buffer(sizes.size_bytes) for _ in range(sizes.buffers)] for _ in range(2))
     following, preceding = (rank + 1) % world_size, (rank - 1) % world_size
@@ -112,11 +112,10 @@ def _ring(clock: RankClock, rank: int, world_size: int, sizes: OverlapSizes) -> 
     def communicate(count: int) -> list[dist.Work]:
         started: list[dist.Work] = []
         for index in range(count):
-            messages = [
-                dist.P2POp(dist.irecv, incoming[index % sizes.buffers], preceding),
-                dist.P2POp(dist.isend, outgoing[index % sizes.buffers], following),
-            ]
-            started.extend(dist.batch_isend_irecv(messages))
+            started += start_messages(
+                [Message(preceding, incoming[index % sizes.buffers])],
+                [Message(following, outgoing[index % sizes.buffers])],
+            )
         return started
 
     return communicate

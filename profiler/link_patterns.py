@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graph.collective_algorithms import BY_LIBRARY, read_algorithm
+from profiler.process_groups import Message, start_messages
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,6 @@ def prepare(pattern: Pattern, participant: Participant, size_bytes: int) -> Repe
 def _messages(participant: Participant, size_bytes: int) -> Repetition:
     """Messages both ways at once, parts of a larger tensor, joined with the rank's own part."""
     import torch
-    import torch.distributed as dist
 
     first, second = participant.members
     other = second if participant.rank == first else first
@@ -85,8 +85,7 @@ def _messages(participant: Participant, size_bytes: int) -> Repetition:
         source = sources[repetition % len(sources)]
         outgoing = source[:, columns:].contiguous()
         incoming = torch.empty_like(outgoing)
-        messages = [dist.P2POp(dist.irecv, incoming, other), dist.P2POp(dist.isend, outgoing, other)]
-        for started in dist.batch_isend_irecv(messages):
+        for started in start_messages([Message(other, incoming)], [Message(other, outgoing)]):
             started.wait()
         return torch.cat([source[:, :columns], incoming], 1)
 

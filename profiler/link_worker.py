@@ -30,7 +30,7 @@ from profiler.link_patterns import (
 )
 from profiler.measure import describe_error, interval
 from profiler.others import OthersMeter
-from profiler.process_groups import join_process_group, new_process_group
+from profiler.process_groups import Message, join_process_group, new_process_group, start_messages
 from profiler.processors import memory_bytes
 from profiler.rank_clock import RankClock
 
@@ -367,7 +367,6 @@ class ProbeRank:
     def _least(self, values: Sequence[float], pattern: Pattern, participant: Participant) -> list[float]:
         """Return the least of each value on all ranks of a pair or a group."""
         import torch
-        import torch.distributed as dist
 
         if pattern != "p2p":
             return self.clock.least(values, participant.group)
@@ -375,8 +374,7 @@ class ProbeRank:
         own = torch.tensor(values, dtype=torch.float64, device=self.device.torch_name)
         received = torch.empty_like(own)
         (other,) = (rank for rank in participant.members if rank != self.plan.rank)
-        messages = [dist.P2POp(dist.irecv, received, other), dist.P2POp(dist.isend, own, other)]
-        for started in dist.batch_isend_irecv(messages):
+        for started in start_messages([Message(other, received)], [Message(other, own)]):
             started.wait()
         return [float(value) for value in torch.minimum(own, received).tolist()]
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,39 @@ def new_process_group(ranks: Sequence[int], timeout_s: float) -> Any:
     grace_s = WATCHDOG_GRACE_S if dist.get_backend() == "nccl" else 0.0
     with threads_that_yield():
         return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s + grace_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One tensor to or from a peer; a received one is written into `tensor`."""
+
+    peer: int
+    tensor: torch.Tensor
+
+
+def start_messages(receives: Sequence[Message], sends: Sequence[Message], group: Any = None) -> list[Any]:
+    """Start messages at once, one at least; return the work of each, those of receives first.
+
+    Both sides must list their common messages in the same order. Receives are started first. With gloo a peer sends
+    once it hears that this rank receives; behind a large message on the same connection it hears it only after that,
+    and where one rank is late one way follows the other.
+
+    Args:
+        group: of the ranks; None: the default process group.
+    """
+    import torch.distributed as dist
+
+    if (*receives, *sends)[0].tensor.device.type == "cpu":
+        # Gloo knows no batches: those of torch would start one after the other as well, later.
+        return [
+            *(dist.irecv(message.tensor, message.peer, group) for message in receives),
+            *(dist.isend(message.tensor, message.peer, group) for message in sends),
+        ]
+    operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, group) for message in receives]
+    operations += [dist.P2POp(dist.isend, message.tensor, message.peer, group) for message in sends]
+    works: list[Any] = dist.batch_isend_irecv(operations)
+    # NCCL groups a batch into one launch: one work stands for all of them.
+    return works if len(works) == len(operations) else [works[-1]] * len(operations)
 
 
 def wait_for_device(device: torch.device | str) -> None:

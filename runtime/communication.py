@@ -31,7 +31,7 @@ from profiler.composed_all_reduce import (
     gpu_groups,
     start_on_stream,
 )
-from profiler.process_groups import new_process_group, wait_for_device
+from profiler.process_groups import Message, new_process_group, start_messages, wait_for_device
 
 # torch 2.13 renamed both.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,14 +96,6 @@ def lost_peer(rank: int, error: RuntimeError) -> PeerFailure:
 def is_of_messages(error: BaseException) -> bool:
     """Return whether an error came from messages between ranks, for torch raises RuntimeErrors of all kinds."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One tensor to or from a peer; a received one is written into `tensor`."""
-
-    peer: int
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,16 +216,8 @@ class World:
         """
         if not sends and not receives:
             return [], []
-        everyone = _group(self._ranks)
-        # Receives first. With gloo a peer sends once it hears that this rank receives; behind a large message on the
-        # same connection it hears it only after that, and where one rank is late one way follows the other.
-        operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, everyone) for m in receives]
-        operations += [dist.P2POp(dist.isend, m.tensor, m.peer, everyone) for m in sends]
         with naming_lost_peers(self.rank):
-            works = dist.batch_isend_irecv(operations)
-        if len(works) != len(operations):
-            # NCCL groups a batch into one launch: one work stands for all of them.
-            works = [works[-1]] * len(operations)
+            works = start_messages(receives, sends, _group(self._ranks))
         return works[len(receives) :], works[: len(receives)]
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:

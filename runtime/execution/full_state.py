@@ -8,7 +8,8 @@ import torch
 
 from graph.intervals import Region, intersect_regions, shape
 from graph.plan import Plan
-from runtime.communication import Message, World
+from profiler.process_groups import Message
+from runtime.communication import World
 from runtime.instructions.selections import Selection, selection_of
 
 

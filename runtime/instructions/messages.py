@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.communication import Message
+from profiler.process_groups import Message
 from runtime.instructions.base import Communication, Slots
 from runtime.instructions.region_assembly import Recipe
 from runtime.instructions.selections import Selection

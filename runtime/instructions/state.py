@@ -14,7 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from profiler.operators import ExecutionContext
-from runtime.communication import Message, World
+from profiler.process_groups import Message
+from runtime.communication import World
 from runtime.instructions.selections import Selection
 
 

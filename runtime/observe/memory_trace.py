@@ -30,7 +30,8 @@ from graph.plan import Plan
 from graph.training import Training
 from profiler.operators.counter_rng import forget_positions
 from profiler.operators.dtypes import HALVES
-from runtime.communication import DoneWork, Message, World
+from profiler.process_groups import Message
+from runtime.communication import DoneWork, World
 from runtime.execution.executor import Executor, InitialTensors
 from runtime.instructions.base import Communication, Instruction, WrappedInstruction
 from runtime.instructions.compute import Differentiate, DifferentiateWeights, Seed

@@ -19,8 +19,9 @@ from graph.collective_algorithms import BY_LIBRARY, algorithm_for
 from graph.collectives import CollectiveKind
 from graph.plan import Plan
 from graph.strategy import Sharding
+from profiler.process_groups import Message
 from profiler.timers import synchronize, timer_for
-from runtime.communication import KIND_OF, LIBRARY_ONLY, Message, World
+from runtime.communication import KIND_OF, LIBRARY_ONLY, World
 from runtime.execution.executor import Executor
 from runtime.instructions.base import Instruction, Slots, WrappedInstruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective

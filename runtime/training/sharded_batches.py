@@ -14,7 +14,8 @@ import torch
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, full_region, intersect_regions, shape, volume
 from graph.plan import Plan, weight_placement
-from runtime.communication import Message, World
+from profiler.process_groups import Message
+from runtime.communication import World
 from runtime.execution.step import Held, moved
 from runtime.instructions.selections import Selection, selection_of
 from runtime.training.batches import Batch

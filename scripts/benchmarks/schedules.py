@@ -1,11 +1,11 @@
 """Schedules of micro-batches as executed: steps of stages that only sleep, against the papers' makespans.
 
-Processes joined by gloo execute a chain of one small layer a stage; every forward sleeps one unit, every backward two,
-under zero-bubble one for the gradients of inputs and one for those of weights, so that a step's time is that of the
-order in which stages work, and what messages and Python add. Each pair of rows is gpipe and another schedule in turns,
-in the same processes, with the same work a device. Expected is the papers' time, in which messages take none:
-(M + K - 1) (f + b) of K stages, of v stages a device (M + (K - 1) / v) (f + b); of zero-bubble, with b and w for the
-two parts of a backward, M (f + b + w) + (K - 1) (f + b - w).
+Processes joined by gloo execute a chain of one small layer a stage; every forward sleeps until it has taken one unit,
+every backward two, under zero-bubble one for the gradients of inputs and one for those of weights, so that a step's
+time is that of the order in which stages work, and what messages and Python add. Each pair of rows is gpipe and another
+schedule in turns, in the same processes, with the same work a device. Expected is the papers' time, in which messages
+take none: (M + K - 1) (f + b) of K stages, of v stages a device (M + (K - 1) / v) (f + b); of zero-bubble, with b and w
+for the two parts of a backward, M (f + b + w) + (K - 1) (f + b - w).
 """
 
 from __future__ import annotations
@@ -142,13 +142,14 @@ def _sleeping_step(
 
 @dataclass(frozen=True, slots=True)
 class _Sleeping(WrappedInstruction):
-    """An instruction after a sleep."""
+    """An instruction that takes so many seconds: what it computes, and a sleep for the rest."""
 
     seconds: float
 
     def run(self, state: StepState) -> None:
-        time.sleep(self.seconds)
+        ends = time.perf_counter() + self.seconds
         self.inner.run(state)
+        time.sleep(max(0.0, ends - time.perf_counter()))
 
 
 def _slowed(instructions: Sequence[Instruction], unit_s: float) -> Iterator[Instruction]:

@@ -11,7 +11,7 @@ import torch
 from graph.plan import Plan
 from graph.training import Training
 from profiler.operators.counter_rng import forget_positions
-from runtime.communication import Message
+from profiler.process_groups import Message
 from runtime.execution.executor import Executor
 from runtime.observe.memory_trace import SilentWorld, _initial_tensors
 
