@@ -12,6 +12,7 @@ import typer
 from app.cli import options
 from app.cli.output import print_json, print_lines, print_table
 from graph.errors import UsageError
+from graph.texts import counted
 
 if TYPE_CHECKING:
     from app.services.costs.environments import HeldCosts
@@ -134,7 +135,7 @@ def _print_findings(findings: Findings, saved: Repaired | None) -> None:
     if not findings.damages:
         print_lines(f"{findings.name}: revision {findings.revision}, {held}: all as they were written")
     else:
-        print_lines(f"{findings.name}: {len(findings.damages)} damages; {held} can be saved")
+        print_lines(f"{findings.name}: {counted(len(findings.damages), 'damage')}; {held} can be saved")
     if saved is not None:
         print_lines(
             f"{saved.name}: {sum(saved.rows.values())} rows, {saved.chunks} chunks of traces and {saved.recordings} "

@@ -8,6 +8,7 @@ import typer
 
 from app.cli import options
 from app.cli.output import mebibytes, print_json, print_lines, print_table
+from graph.texts import counted
 
 if TYPE_CHECKING:
     from app.services.models.models import ImportedModel
@@ -87,7 +88,8 @@ def show_model(
         print_json(report.to_json(axes=axes))
         return
     print_lines(
-        f"{report.name}: {report.operators} operators in {report.groups} groups, {report.parameters:,} parameters, "
+        f"{report.name}: {counted(report.operators, 'operator')} in {counted(report.groups, 'group')}, "
+        f"{report.parameters:,} parameters, "
         f"{report.forward_flops / 1e9:.2f} GFLOP forward at batch size {report.batch_size // micro_batches}"
         + (f", one of {micro_batches} micro-batches of {report.batch_size}" if micro_batches > 1 else ""),
         f"{report.splittable_share * 100:.2f} % of the operations are in operators that can be split",
@@ -158,6 +160,6 @@ def show_cache(
     if folder is None:
         print_lines("no graphs are kept: you have no cache folder; set HOME or SOAPSTONE_CACHE_DIR")
     elif clear:
-        print_lines(f"{removed} graphs removed from {folder}")
+        print_lines(f"{counted(removed, 'graph')} removed from {folder}")
     else:
-        print_lines(f"{count} graphs, {mebibytes(size_bytes)}, in {folder}")
+        print_lines(f"{counted(count, 'graph')}, {mebibytes(size_bytes)}, in {folder}")

@@ -153,7 +153,7 @@ def milliseconds(seconds: float | None) -> str:
 
 def percent(share: float | None) -> str:
     """Return a share as per cent; a dash where there is none."""
-    return "-" if share is None else f"{share * 100:.1f} %"
+    return "-" if share is None else f"{share * 100:z.1f} %"
 
 
 def ratio(value: float | None) -> str:
@@ -162,8 +162,12 @@ def ratio(value: float | None) -> str:
 
 
 def mebibytes(size_bytes: float | None) -> str:
-    """Return bytes as MiB; a dash where there are none."""
-    return "-" if size_bytes is None else f"{size_bytes / 2**20:.1f} MiB"
+    """Return bytes as MiB, few as KiB; a dash where there are none."""
+    if size_bytes is None:
+        return "-"
+    if 0 < abs(size_bytes) < 2**20 / 10:
+        return f"{size_bytes / 2**10:.1f} KiB"
+    return f"{size_bytes / 2**20:.1f} MiB"
 
 
 def compiled_line(stretches: Sequence[Sequence[str]]) -> str:

@@ -243,6 +243,7 @@ def search(
     from graph.texts import one_of
     from search.algorithms.registry import UNITY
 
+    usual = DEFAULT_ALGORITHM if network.micro_batches > 1 else "mcmc"
     joint = algorithm == UNITY
     request = SearchRequest(
         model=network,
@@ -262,7 +263,7 @@ def search(
         on_miss=None if on_miss is None else one_of(ON_MISS, on_miss, "--on-miss"),
         fresh=fresh,
         starts=tuple(start or ()),
-        algorithm=(not joint and algorithm) or (DEFAULT_ALGORITHM if network.micro_batches > 1 else "mcmc"),
+        algorithm=usual if joint or algorithm is None else algorithm,
         compare_baselines=compare_baselines,
         workers=workers,
         share_weights=share_weights,

@@ -173,7 +173,7 @@ def export_strategy(
     print_lines(f"strategy {exported.strategy.digest[:12]} written to {target}")
     print_lines(*micro_batch_lines(exported.micro_batches))
     if exported.checked is not None:
-        print_lines(f"checked on {exported.processes} processes: {exported.checked}")
+        print_lines(f"checked on {counted(exported.processes, 'process', 'processes')}: {exported.checked}")
 
 
 @application.command("show")

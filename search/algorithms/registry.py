@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 
 import search.algorithms
 from graph.errors import StrategyError, UsageError
+from graph.texts import shown
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.problem import Problem
 
@@ -74,9 +75,14 @@ def parsed(text: str) -> tuple[str, ...]:
     """Return the algorithms that a text like "optcnn,mcmc" names.
 
     Raises:
-        UsageError: one is unknown, there twice, or unity beside others.
+        UsageError: one is empty, unknown, there twice, or unity beside others.
     """
     names = tuple(name.strip() for name in text.split(","))
+    if "" in names:
+        raise UsageError(
+            f"algorithms: are {shown(repr(text))}, must be names, several joined by commas; name at least one, leave "
+            "out what is empty"
+        )
     if UNITY in names and len(names) > 1:
         raise UsageError(f"algorithm {UNITY}: is joined with others, must be alone; leave them out")
     for name in names:

@@ -87,6 +87,11 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         ),
         (("search", *SMALL, "--batch-size", "9" * 900), ("--batch-size", "900 digits")),
         (("search", *SMALL, "--topolgy", "x"), ("--topolgy", "--topology")),
+        (("search", *SMALL, "--algorithm", ""), ("algorithms: are ''", "name at least one")),
+        (
+            ("search", *SMALL, "--micro-batches", "auto", "--algorithm", ""),
+            ("algorithms: are ''", "name at least one"),
+        ),
         (("search", "--resume", "9" * 20), ("--resume", "at most")),
         (("strategy", "rebuild", "9" * 20), ("at most",)),
         (("search", "--resume", "0"), ("--resume is 0, must be at least 1",)),

@@ -102,6 +102,9 @@ def test_names_are_checked() -> None:
         parsed("mcmc,annealing")
     with pytest.raises(UsageError, match="are mcmc, mcmc, must be at most 4 different ones"):
         parsed("mcmc,mcmc")
+    for text in ("", "optcnn,", " , mcmc"):
+        with pytest.raises(UsageError, match=f"algorithms: are '{text}', must be names"):
+            parsed(text)
     for text in ("mcmc,unity", "unity, greedy"):
         with pytest.raises(UsageError, match="algorithm unity: is joined with others, must be alone"):
             parsed(text)

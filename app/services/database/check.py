@@ -22,7 +22,7 @@ from sqlalchemy import exc
 
 from app.db import chunks, models, reading, schema
 from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text
-from app.db.engine import Database, connect_engines, resolve_url
+from app.db.engine import Database, connect_engines, display_name, resolve_url
 from app.db.failures import as_written
 from app.db.models import TABLES
 from app.db.recordings import FOLDER, recording_name
@@ -113,12 +113,13 @@ def check(database: str | None, sink: Sink = _nowhere) -> Findings:
         DatabaseError: it cannot be opened, or its schema is older or newer than this code.
     """
     url = resolve_url(database)
+    if url.get_backend_name() == "sqlite" and not os.path.exists(str(url.database)):
+        # Before it is connected to, which makes a user's folder for it.
+        raise UsageError(
+            f"database {display_name(url)}: is not there, must be to be checked; make it by app db upgrade"
+        )
     opened = connect_engines(url)
     try:
-        if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
-            raise UsageError(
-                f"database {opened.name}: is not there, must be to be checked; make it by app db upgrade"
-            )
         with ExitStack() as stack:
             folder = opened.trace_folder
             if (folder / reading.LOCK).exists():

@@ -117,7 +117,7 @@ def _request(request: SearchRequest, algorithm: str | None, count: int) -> Searc
     for all.
     """
     usual = "mcmc" if count == 1 else micro_batches.DEFAULT_ALGORITHM
-    asked = algorithm or usual
+    asked = usual if algorithm is None else algorithm
     can = micro_batches.INTERLEAVED if request.schedule == "interleaved" else micro_batches.ALGORITHMS
     if count > 1 and not can.issuperset(name.strip() for name in asked.split(",")):
         asked = usual

@@ -20,7 +20,8 @@ from app.db.engine import migration_engine, resolve_url
 from app.db.records import TASK_ORDERS, TraceRecord
 from app.db.schema import downgrade, open_database, status, upgrade
 from app.db.store import Store
-from graph.errors import DatabaseError
+from app.services.database import check as checking
+from graph.errors import DatabaseError, UsageError
 from tests.app.db import samples
 
 
@@ -226,6 +227,9 @@ def test_default_is_a_file_in_the_users_data_folder(tmp_path: Path, monkeypatch:
     monkeypatch.delenv(engine.ENVIRONMENT_VARIABLE, raising=False)
     assert status() == (None, schema.HEAD)
     assert not (tmp_path / "made by us").exists(), "asking for the status makes nothing"
+    with pytest.raises(UsageError, match="is not there, must be to be checked"):
+        checking.check(None)
+    assert not (tmp_path / "made by us").exists(), "neither does a check"
     open_database().dispose()
     assert (tmp_path / "made by us" / "soapstone" / "soapstone.sqlite").is_file()
 
