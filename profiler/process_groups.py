@@ -98,12 +98,6 @@ def start_messages(receives: Sequence[Message], sends: Sequence[Message], group:
     """
     import torch.distributed as dist
 
-    if (*receives, *sends)[0].tensor.device.type == "cpu":
-        # Gloo knows no batches: those of torch would start one after the other as well, later.
-        return [
-            *(dist.irecv(message.tensor, message.peer, group) for message in receives),
-            *(dist.isend(message.tensor, message.peer, group) for message in sends),
-        ]
     operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, group) for message in receives]
     operations += [dist.P2POp(dist.isend, message.tensor, message.peer, group) for message in sends]
     works: list[Any] = dist.batch_isend_irecv(operations)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
-from app.cli.output import mebibytes, print_json, print_lines, print_table
+from app.cli.output import byte_size, print_json, print_lines, print_table
 from graph.texts import counted
 
 if TYPE_CHECKING:
@@ -162,4 +162,4 @@ def show_cache(
     elif clear:
         print_lines(f"{counted(removed, 'graph')} removed from {folder}")
     else:
-        print_lines(f"{counted(count, 'graph')}, {mebibytes(size_bytes)}, in {folder}")
+        print_lines(f"{counted(count, 'graph')}, {byte_size(size_bytes)}, in {folder}")

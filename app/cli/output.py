@@ -161,7 +161,7 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def mebibytes(size_bytes: float | None) -> str:
+def byte_size(size_bytes: float | None) -> str:
     """Return bytes as MiB, few as KiB; a dash where there are none."""
     if size_bytes is None:
         return "-"
@@ -234,7 +234,7 @@ def recomputation_line(report: RecomputationReport) -> str:
     return (
         f"made again in the backward: {counted(count, 'group')}, {report.operators} of "
         f"{report.all_operators} operators; {milliseconds(report.added_s)} a step more, and "
-        f"{mebibytes(report.saved_bytes)} less on the fullest device (roughly)"
+        f"{byte_size(report.saved_bytes)} less on the fullest device (roughly)"
     )
 
 

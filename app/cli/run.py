@@ -10,8 +10,8 @@ from app.cli import options
 from app.cli.output import (
     TerminalProgress,
     all_reduce_lines,
+    byte_size,
     compiled_line,
-    mebibytes,
     micro_batch_lines,
     milliseconds,
     percent,
@@ -264,9 +264,9 @@ def _print(report: RunReport) -> None:
         fullest = report.memory[report.fullest]
         roughly = "" if report.memory_account == "walk" else " (roughly)"
         print_lines(
-            f"peak memory of device {report.fullest}, the fullest: predicted {mebibytes(fullest.predicted)}{roughly}, "
-            f"measured {mebibytes(fullest.measured)} (error {percent(fullest.relative_error)}); "
-            f"its process held {mebibytes(fullest.process)}"
+            f"peak memory of device {report.fullest}, the fullest: predicted {byte_size(fullest.predicted)}{roughly}, "
+            f"measured {byte_size(fullest.measured)} (error {percent(fullest.relative_error)}); "
+            f"its process held {byte_size(fullest.process)}"
         )
     if report.deviations is not None:
         print_table(

@@ -11,8 +11,8 @@ import typer
 from app.cli import options
 from app.cli.output import (
     TerminalProgress,
+    byte_size,
     compiled_line,
-    mebibytes,
     micro_batch_lines,
     milliseconds,
     percent,
@@ -372,7 +372,7 @@ def _show_all(searches: MicroBatchSearches, *, as_json: bool) -> None:
                     row["stages"] or "-",
                     milliseconds(row["predicted_step_time_s"]),
                     f"{row['predicted_throughput_samples_per_s']:.1f}",
-                    mebibytes(row["peak_memory_bytes"]) + ("" if row["feasible"] else " (does not fit)"),
+                    byte_size(row["peak_memory_bytes"]) + ("" if row["feasible"] else " (does not fit)"),
                     row["search"],
                 ]
                 for row in searches.rows()
@@ -478,8 +478,8 @@ def _print(report: SearchReport) -> None:
                 percent(prediction.shares["measured"]),
                 percent(prediction.shares["estimated"]),
                 percent(prediction.shares["datasheet"]),
-                mebibytes(prediction.bytes_moved),
-                mebibytes(max(prediction.peak_memory_bytes))
+                byte_size(prediction.bytes_moved),
+                byte_size(max(prediction.peak_memory_bytes))
                 + ("" if prediction.feasible else " (does not fit)"),
             ]
             for prediction in report.predictions

@@ -142,7 +142,7 @@ def _sleeping_step(
 
 @dataclass(frozen=True, slots=True)
 class _Sleeping(WrappedInstruction):
-    """An instruction that takes so many seconds: what it computes, and a sleep for the rest."""
+    """An instruction that lasts a given number of seconds: its own computation, then a sleep for the time left."""
 
     seconds: float
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.cli.output import mebibytes, percent
+from app.cli.output import byte_size, percent
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_shares_have_a_sign_where_a_digit_does(share: float | None, text: str) -
     ],
 )
 def test_few_bytes_are_in_kibibytes(size_bytes: float | None, text: str) -> None:
-    assert mebibytes(size_bytes) == text
+    assert byte_size(size_bytes) == text
