@@ -57,7 +57,7 @@ def repair(database: str | None, new: str) -> tuple[Findings, Repaired]:
     _check_new(target)
     with _filled(target) as made:
         try:
-            schema.upgrade(made.url)
+            schema.create_tables(made.url)
         except DatabaseError as error:
             # Under the name that was asked for: the other one is soon gone.
             raise type(error)(str(error).replace(made.name, target.name)) from None

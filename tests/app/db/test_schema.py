@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -52,6 +53,21 @@ def test_migrations_and_models_agree(database_url: str) -> None:
     assert check.check() == []
     upgrade(database_url)
     assert check.differences(resolve_url(database_url)) == []
+
+
+def test_a_new_database_is_what_the_migrations_make(database_url: str) -> None:
+    upgrade(database_url)
+    migrated, versions = structure_of(database_url), rows_of(database_url)
+    downgrade(database_url, revision="base")
+    execute(database_url, "DROP TABLE alembic_version")
+    open_database(database_url).dispose()
+    created = structure_of(database_url)
+    assert created.keys() == migrated.keys()
+    for table, (columns, *rest) in migrated.items():
+        # Later migrations add columns at the end.
+        assert sorted(created[table][0]) == sorted(columns)
+        assert created[table][1:] == tuple(rest)
+    assert rows_of(database_url) == versions
 
 
 def test_disagreement_is_seen(database_url: str) -> None:
@@ -164,11 +180,11 @@ def rows_of(url: str) -> dict[str, list[dict[str, object]]]:
     return found
 
 
-def structure_of(url: str) -> dict[str, object]:
+def structure_of(url: str) -> dict[str, tuple[list[Any], ...]]:
     """Return columns, constraints and indexes of all tables."""
     own = migration_engine(resolve_url(url))
     inspector = sa.inspect(own)
-    found: dict[str, object] = {}
+    found: dict[str, tuple[list[Any], ...]] = {}
     for name in inspector.get_table_names():
         found[name] = (
             [(one["name"], str(one["type"]), one["nullable"]) for one in inspector.get_columns(name)],
