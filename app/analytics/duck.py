@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.analytics.decoding import MACROS
 from app.analytics.views import TRACE_VIEWS, VIEWS
@@ -33,6 +33,14 @@ from graph.errors import DatabaseError, DatabaseFailure
 if TYPE_CHECKING:
     import duckdb
     import sqlalchemy as sa
+
+# The signature of the extension is not checked, for which DuckDB would read all of its file at each connection: it is
+# installed beside DuckDB itself, and after it no other can be loaded.
+_CONFIGURATION: dict[str, Any] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_unsigned_extensions": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +93,7 @@ def _connected(
     """Return a locked connection with the database attached and the views made."""
     import duckdb
 
-    connection = duckdb.connect(
-        ":memory:", config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
-    )
+    connection = duckdb.connect(":memory:", config=_CONFIGURATION)
     try:
         # First: where Python is interactive, DuckDB draws the progress of what takes seconds on stdout, beside JSON.
         connection.execute("SET enable_progress_bar = false")

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import socket
 import sqlite3
-import subprocess
-import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from profiler.pinning import child_variables
 from tests.app.conftest import USERS_NETWORK, Command
+from tests.app.rank_hosts import Agent, on_forked_hosts, on_hosts
 
 NETWORK = f"""{USERS_NETWORK}
 def failing():
@@ -29,66 +21,7 @@ def dying():
         os.kill(os.getpid(), signal.SIGKILL)
     return fine()
 """
-ROOT = Path(__file__).parents[2]
 RUN = ("--device", "cpu", "--strategy", "data-parallel", "--on-miss", "estimate", "--iterations", "3")
-
-
-@dataclass(frozen=True)
-class Agent:
-    """What came of one torchrun: its exit code, and what was printed; the launcher's own lines are left out."""
-
-    code: int
-    output: str
-    errors: tuple[str, ...]
-
-
-def run_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[Agent]:
-    """Run `app run` under one torchrun a host, all on this machine."""
-    return on_hosts(folder, hosts, processes, "run", *arguments, *RUN)
-
-
-def on_hosts(
-    folder: Path, hosts: int, processes: int, *arguments: str, variables: Mapping[str, str] | None = None
-) -> list[Agent]:
-    """Run a command under one torchrun a host, all on this machine; `variables`: of its environment, besides ours."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={hosts}",
-        f"--nproc-per-node={processes}",
-    ]
-    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    agents = [
-        subprocess.Popen(
-            [*command, f"--node-rank={host}", "-m", "tests.app.brief_app", *arguments],
-            cwd=folder,
-            env={**os.environ, **child_variables(), "PYTHONPATH": str(ROOT), **(variables or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in range(hosts)
-    ]
-    results = []
-    try:
-        for agent in agents:
-            output, errors = agent.communicate(timeout=600)
-            lines = tuple(line for line in errors.splitlines() if line.startswith(("error:", "warning:")))
-            results.append(Agent(agent.returncode, output, lines))
-    finally:
-        for agent in agents:
-            agent.kill()
-    return results
-
-
-def free_port() -> int:
-    """Return a free port, of the ports that Linux assigns to no other process before the ranks listen there."""
-    for port in random.sample(range(10_000, 32_000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
 
 
 @pytest.fixture
@@ -98,13 +31,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def run_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[Agent]:
+    """Run `app run` on hosts of this machine."""
+    return on_forked_hosts(folder, hosts, processes, "run", *arguments, *RUN)
+
+
 def executions(database: Path) -> list[tuple[object, ...]]:
     with sqlite3.connect(database) as connection:
         return connection.execute("SELECT status, failure FROM executions").fetchall()
 
 
 def test_two_hosts_execute_a_strategy_together(folder: Path, database: Path) -> None:
-    first, second = run_hosts(folder, 2, 1, "--model", "networks:fine", "--verify", "--json")
+    first, second = on_hosts(folder, 2, 1, "run", "--model", "networks:fine", "--verify", "--json", *RUN)
     assert (first.code, second) == (0, Agent(0, "", ())), first
     report = json.loads(first.output)
     assert (report["devices"], report["verified"]) == (2, True)
@@ -131,7 +69,7 @@ def test_a_failure_on_another_host_ends_all_and_rank_0_says_why(folder: Path, da
 
 @pytest.mark.usefixtures("known_links")
 def test_a_killed_rank_is_named_though_torchrun_ends_the_others(folder: Path, database: Path) -> None:
-    (agent,) = run_hosts(folder, 1, 2, "--model", "networks:dying", "--json")
+    (agent,) = on_hosts(folder, 1, 2, "run", "--model", "networks:dying", "--json", *RUN)
     assert (agent.code, agent.output) == (1, "")
     (line,) = agent.errors
     assert line.startswith("error: rank 1: its process ended without a word")
@@ -153,7 +91,7 @@ def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(
 ) -> None:
     monkeypatch.chdir(folder)
     probe = ("topology", "probe", "--device", "cpu", "--json")
-    first, second = on_hosts(folder, 2, 2, *probe, "--name", "wire")
+    first, second = on_forked_hosts(folder, 2, 2, *probe, "--name", "wire")
     # Others may work here meanwhile, and are then warned of.
     assert [
         line for line in first.errors if not line.startswith("warning: links: other processes took")
@@ -187,7 +125,7 @@ def _executes_the_algorithm_that_its_strategy_chooses(folder: Path, database: Pa
     chosen = {"devices": [0, 1, 2, 3], "algorithm": "leaders-2x2"}
     file.write_text(json.dumps({**json.loads(file.read_text()), "collective_algorithms": [chosen]}))
     arguments = (*RUN[:3], str(file), *RUN[4:])
-    first, second = on_hosts(folder, 2, 2, "run", *on_wire, "--verify", *arguments)
+    first, second = on_forked_hosts(folder, 2, 2, "run", *on_wire, "--verify", *arguments)
     assert (first.code, second) == (0, Agent(0, "", ())), first
     report = json.loads(first.output)
     assert report["verified"]
@@ -196,7 +134,7 @@ def _executes_the_algorithm_that_its_strategy_chooses(folder: Path, database: Pa
 
 
 def test_a_probe_of_ranks_without_a_name_is_refused_by_rank_0_alone(folder: Path, database: Path) -> None:
-    (agent,) = on_hosts(folder, 1, 2, "topology", "probe", "--device", "cpu")
+    (agent,) = on_forked_hosts(folder, 1, 2, "topology", "probe", "--device", "cpu")
     assert agent == Agent(
         1, "", ("error: --name: is missing, must be given under torchrun; name the topology of its ranks",)
     )

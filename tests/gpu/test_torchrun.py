@@ -8,7 +8,7 @@ import sqlite3
 from pathlib import Path
 
 from tests.app.conftest import database  # noqa: F401 - fixture
-from tests.app.test_run_ranks import ROOT, on_hosts
+from tests.app.rank_hosts import ROOT, on_hosts
 from tests.gpu.virtual_device import VARIABLE, Speeds
 
 RUN = ("run", "--model", "mlp", "--preset", "small", "--strategy", "data-parallel", "--on-miss", "estimate")
