@@ -130,6 +130,53 @@ def test_what_nobody_uses_counts_in_names(monkeypatch: pytest.MonkeyPatch) -> No
     assert _check(monkeypatch, module, (torch.zeros(4, 6, 6),), {})
 
 
+_PLAIN: dict[str, Callable[[_Module, torch.Tensor], torch.Tensor]] = {
+    "abs": lambda _, x: x.abs().sum(),
+    "arange": lambda _, x: (x + torch.arange(6) + torch.arange(0, 12, 2)).sum(),
+    "conv1d": lambda self, x: functional.conv1d(x, self.weight.expand(2, 6, 6)).mean(),
+    "conv_transpose2d": lambda self, x: functional.conv_transpose2d(
+        x.unsqueeze(1), self.weight.expand(1, 2, 6, 6)
+    ).mean(),
+    "cos": lambda _, x: x.cos().mean(),
+    "exp": lambda _, x: x.exp().mean(),
+    "log": lambda _, x: x.log().mean(),
+    "log_softmax": lambda _, x: functional.log_softmax(x, dim=1).mean(),
+    "maximum": lambda _, x: torch.maximum(x, -x).mean(),
+    "mean": lambda _, x: x.mean(1, keepdim=True).mean(),
+    "nll_loss": lambda _, x: functional.nll_loss(x, torch.zeros(4, 6, dtype=torch.int64)),
+    "pow": lambda _, x: x.pow(3).mean(),
+    "rand": lambda _, x: (x * torch.rand(6)).mean(),
+    "rsqrt": lambda _, x: x.rsqrt().mean(),
+    "silu": lambda _, x: functional.silu(x).mean(),
+    "sin": lambda _, x: x.sin().mean(),
+    "softplus": lambda _, x: functional.softplus(x).mean(),
+    "sqrt": lambda _, x: x.sqrt().mean(),
+    "square": lambda _, x: x.square().mean(),
+    "sum": lambda _, x: x.sum((0, 1), keepdim=True).sum(),
+    "where": lambda _, x: torch.where(torch.zeros(6, dtype=torch.bool), x, -x).mean(),
+}
+
+
+@pytest.mark.parametrize("name", _PLAIN)
+def test_operators_that_stay_as_they_are_need_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(self: _Module, values: torch.Tensor) -> torch.Tensor:
+        return _PLAIN[name](self, values * self.weight)
+
+    assert _check(monkeypatch, _Module(function), (torch.ones(4, 6, 6),), {})
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_need_no_trace(
+    kind: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function(self: _Module, values: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.parts[0](values)[0].mean()
+        return result
+
+    layer = kind(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+    assert _check(monkeypatch, _Module(function, layer), (torch.ones(4, 6, 6),), {})
+
+
 def _twice(self: _Module, values: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = self.parts[0](self.parts[0](values)).sum()
     return result
