@@ -512,8 +512,9 @@ def with_credits(micro_batches: MicroBatches, given: object, source: str) -> Mic
     if given == []:
         return micro_batches
     if not isinstance(given, list) or any(type(one) is not int or one < 1 for one in given):
+        values = ", ".join(map(shown, given)) if isinstance(given, list) else given
         raise StrategyError(
-            f"{source}: credits are {shown(given)}, must be a whole number of at least 1 for each stage; correct them"
+            f"{source}: credits are {shown(values)}, must be a whole number of at least 1 for each stage; correct them"
         )
     if micro_batches.schedule is not Schedule.ACTORS:
         raise StrategyError(

@@ -30,7 +30,8 @@ def compare(
     model: options.OfModel = None,
     topology: options.OfTopology = None,
     search: Annotated[
-        int | None, typer.Option("--search", max=options.LARGEST_ID, help="Only strategies of this search.")
+        int | None,
+        typer.Option("--search", min=1, max=options.LARGEST_ID, help="Only strategies of this search."),
     ] = None,
     execution: Annotated[
         int | None,

@@ -230,11 +230,11 @@ def scheduling_line(predicted: Scheduling, recorded: RecordedScheduling | None =
 
 def recomputation_line(report: RecomputationReport) -> str:
     """Return in a line the extent of recomputation, its time and the memory that it saves."""
-    count = len(report.groups)
+    count, saved = len(report.groups), report.saved_bytes
     return (
         f"made again in the backward: {counted(count, 'group')}, {report.operators} of "
         f"{report.all_operators} operators; {milliseconds(report.added_s)} a step more, and "
-        f"{byte_size(report.saved_bytes)} less on the fullest device (roughly)"
+        f"{byte_size(abs(saved))} {'more' if saved < 0 else 'less'} on the fullest device (roughly)"
     )
 
 

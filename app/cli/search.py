@@ -324,7 +324,7 @@ def _micro_batches(text: str) -> int | None:
     if text == AUTO:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UsageError(f"--micro-batches: is {shown(text)}, must be a number or {AUTO}; choose one")
+        raise UsageError(f"--micro-batches: is {shown(text)}, must be a number from 1 or {AUTO}; choose one")
     return int(text)
 
 

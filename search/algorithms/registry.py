@@ -15,6 +15,7 @@ import search.algorithms
 from graph.errors import StrategyError, UsageError
 from graph.texts import shown
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
+from search.algorithms.trials import TrialSearch
 from search.problem import Problem
 
 # Of one search.
@@ -84,7 +85,7 @@ def parsed(text: str) -> tuple[str, ...]:
             "out what is empty"
         )
     if UNITY in names and len(names) > 1:
-        raise UsageError(f"algorithm {UNITY}: is joined with others, must be alone; leave them out")
+        raise UsageError(f"algorithm {UNITY}: is joined with others, must be alone; leave it or them out")
     for name in names:
         named(name)
     if len(set(names)) < len(names) or len(names) > MOST_CHAINED:
@@ -102,8 +103,8 @@ def named(name: str) -> Algorithm:
     """
     if name not in ALGORITHMS:
         raise UsageError(
-            f"algorithm {name}: is unknown, must be one of {', '.join(ALGORITHMS)}, or several joined by commas; "
-            "choose one"
+            f"algorithm {name}: is unknown, must be one of {', '.join(sorted((*ALGORITHMS, UNITY)))}, or several "
+            "joined by commas; choose one"
         )
     return ALGORITHMS[name]
 
@@ -118,3 +119,10 @@ def _offered() -> dict[str, Algorithm]:
 
 ALGORITHMS: Mapping[str, Algorithm] = _offered()
 """The algorithms by the names that users type."""
+
+TRIALS = frozenset(
+    name
+    for name, algorithm in ALGORITHMS.items()
+    if isinstance(getattr(algorithm, "__self__", None), TrialSearch)
+)
+"""Those that find nothing without a simulation, so that they must be allowed one."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.cli.output import byte_size, percent
+from app.cli.output import byte_size, percent, recomputation_line
+from app.services.predict.recomputation_report import RecomputationReport
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,11 @@ def test_shares_have_a_sign_where_a_digit_does(share: float | None, text: str) -
 )
 def test_few_bytes_are_in_kibibytes(size_bytes: float | None, text: str) -> None:
     assert byte_size(size_bytes) == text
+
+
+@pytest.mark.parametrize(("saved_bytes", "text"), [(2**20, "1.0 MiB less"), (-512, "0.5 KiB more")])
+def test_memory_that_recomputation_costs_is_more(saved_bytes: int, text: str) -> None:
+    report = RecomputationReport((("a", "b"),), 2, 7, added_s=0.001, saved_bytes=saved_bytes)
+    assert recomputation_line(report).endswith(
+        f"1.000 ms a step more, and {text} on the fullest device (roughly)"
+    )

@@ -126,7 +126,7 @@ def test_a_search_with_micro_batches_can_be_resumed(command: Command, database: 
         ((*BY_CHANCE, *TWO, "--policy", "auto"), "--policy: is auto, must be fifo with 2"),
         ((*BY_CHANCE, *TWO, "--schedule", "interleaved"), "must be one of pipeline, sharding for 2"),
         ((*BY_CHANCE, *TWO, "--schedule", "2f2b"), "--schedule: is 2f2b, must be one of gpipe"),
-        ((*BY_CHANCE, "--micro-batches", "few"), "--micro-batches: is few, must be a number or auto"),
+        ((*BY_CHANCE, "--micro-batches", "few"), "--micro-batches: is few, must be a number from 1 or auto"),
         ((*BY_CHANCE, "--micro-batches", "0"), "--micro-batches: is 0, must be from 1 to 4096"),
         ((*BY_CHANCE, "--micro-batches", "3"), "must be a multiple of its 3 micro-batches"),
         (

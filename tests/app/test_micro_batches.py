@@ -227,6 +227,7 @@ def test_a_run_gives_actors_credits_and_sums_as_asked(command: Command, jobs: li
     assert again.code == 0, again
     assert jobs[-1].strategy.micro_batches == replace(own, gradients=GradientSums.LAST)
     for given, said in (
+        (("--schedule", "actors", "--credits", "0,2"), "--credits: credits are 0, 2, must be a whole number"),
         (("--schedule", "actors", "--credits", "3"), "has credits for 1 stage, must have them for its 2"),
         (("--credits", "3,2"), "--credits: credits are given for schedule 1f1b, must be for schedule actors"),
     ):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+from math import prod
 from pathlib import Path
 
 from app.db.records import TASK_ORDERS, RankedStrategy, StrategySource
 from app.db.store import Store
 from app.services.predict.predict import Setting
 from graph.errors import UsageError
+from graph.schedule import Schedule
 from graph.strategy import Strategy
+from graph.texts import counted, shown
 
 # Baselines that not every network has on any number of devices.
 _OTHERS = (
@@ -23,11 +27,39 @@ _OTHERS = (
 )
 _MADE = ("best", "data-parallel", "single-device", "expert", *_OTHERS)
 _MADE_PREFIXES = ("megatron", "mesh-", "3d-")
+# Data x tensor x pipeline degree, then the schedule, of interleaved the stages a group, and ZeRO-2.
+_THREE_D = re.compile(
+    rf"3d-([1-9]\d*)x([1-9]\d*)x([1-9]\d*)"
+    rf"(-{Schedule.GPIPE}|-{Schedule.ZERO_BUBBLE}|-{Schedule.INTERLEAVED}-[1-9]\d*)?(-zero)?",
+    re.ASCII,
+)
 
 
 def follows_graph(reference: str) -> bool:
     """Return whether a name means a strategy that is made for the graph, whatever it is of, or its best stored one."""
     return reference in _MADE or reference.startswith(_MADE_PREFIXES)
+
+
+def check_name(reference: str) -> None:
+    """Refuse a name of 3-D parallelism that there is of no network, before anything is imported.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if reference.startswith("3d-") and not _THREE_D.fullmatch(reference):
+        raise UsageError(
+            f"strategy {shown(reference)}: is no 3-D parallelism, must be 3d- with the degrees of data, tensor and "
+            "pipeline parallelism, as in 3d-2x1x4, then -gpipe, -zero-bubble or -interleaved-2 but for 1f1b, then "
+            "perhaps -zero; correct it"
+        )
+
+
+def _check_degrees(reference: str, count: int) -> None:
+    degrees = _THREE_D.fullmatch(reference)
+    if degrees is not None and (taken := prod(map(int, degrees.groups()[:3]))) != count:
+        raise UsageError(
+            f"strategy {reference}: is for {counted(taken, 'device')}, must be for all {count}; choose other degrees"
+        )
 
 
 def _best(store: Store, setting: Setting) -> RankedStrategy | None:
@@ -93,6 +125,7 @@ def _other_baseline(setting: Setting, reference: str) -> tuple[Strategy, Strateg
     from search.space.baselines import all_baselines
 
     graph, count = setting.model.graph, len(setting.topology.devices)
+    _check_degrees(reference, count)  # before costs are measured
     of_kind = (
         pipeline_baselines(problem_of(setting))
         if reference.startswith("3d-")

@@ -321,7 +321,7 @@ def _step_sections(drawn: DrawnStep | None, reason: str) -> tuple[Section, ...]:
     measured = (
         "no run of it recorded its steps (app run --profile)"
         if recording is None
-        else f"measured {_ms(recording.typical.step_ns / 1e9)} (execution {recording.execution_id})"
+        else f"a typical recorded one {_ms(recording.typical.step_ns / 1e9)} (execution {recording.execution_id})"
     )
     pcg, pcg_text = drawn_parallel_graph(step)
     peaks = figures.memory(

@@ -26,7 +26,7 @@ from app.services.models.models import (
 from app.services.predict.all_reduces import all_reduce_choices, shown_all_reduces
 from app.services.predict.compiled_stretches import check_compiler, with_all_stretches
 from app.services.predict.micro_batch_report import micro_batch_report
-from app.services.predict.named_strategies import follows_graph, named_strategy
+from app.services.predict.named_strategies import check_name, follows_graph, named_strategy
 from app.services.predict.predict import Setting, Target, find_target, predict, prepare
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
@@ -142,6 +142,7 @@ def _check(request: RunRequest) -> None:
             f"--timeout: is {request.timeout_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
         )
     check_choice(request.recompute)
+    check_name(request.strategy)
     if request.compile_stretches:
         check_compiler()  # before the import
     for option, asked in (("--substitute", request.substitute), ("--fuse", request.fuse)):

@@ -107,14 +107,16 @@ def search_options(request: SearchRequest) -> SearchOptions:
 def searched_on(options: SearchOptions) -> SearchOptions:
     """Return the options of a search that goes on from another one: a share of its proposals and time."""
     time_limit_s = None if options.time_limit_s is None else options.time_limit_s / SHARE_SEARCHED_ON
-    return replace(options, proposals=options.proposals // SHARE_SEARCHED_ON, time_limit_s=time_limit_s)
+    # At least one where there was any.
+    proposals = max(options.proposals // SHARE_SEARCHED_ON, min(options.proposals, 1))
+    return replace(options, proposals=proposals, time_limit_s=time_limit_s)
 
 
 def algorithm_names(request: SearchRequest) -> tuple[str, ...]:
     """Return the names of a search's algorithms; those for sharding and recomputation come last.
 
     Raises:
-        UsageError: there is no such algorithm, or they are in an order that cannot be.
+        UsageError: there is no such algorithm, they are in an order that cannot be, or may simulate nothing.
     """
     names = registry.parsed(request.algorithm)
     for name, option, asked in (
@@ -129,6 +131,9 @@ def algorithm_names(request: SearchRequest) -> tuple[str, ...]:
             )
         if asked and name not in names:
             names = (*names, name)
+    for name in names if not request.proposals else ():
+        if name in registry.TRIALS:
+            raise UsageError(f"--proposals: is 0, must be at least 1 for algorithm {name}; raise it")
     return names
 
 

@@ -100,10 +100,14 @@ def run_substitution_searches(
         SoapstoneError: as `run_search`.
     """
     options = search_options(request)
-    if request.model.micro_batches != 1 or request.substitute:
+    if request.substitute:
         raise UsageError(
-            f"--algorithm {UNITY}: chooses substitutions for a step in one batch, must be without --micro-batches and "
-            "--substitute; leave them out"
+            f"--substitute: is what --algorithm {UNITY} chooses itself, must be left out; leave it out"
+        )
+    if request.model.micro_batches != 1:
+        raise UsageError(
+            f"--micro-batches: is {request.model.micro_batches}, must be left out with --algorithm {UNITY}, which is "
+            "for a step in one batch; leave it out"
         )
     check_topology(request, database)
     if request.starts:

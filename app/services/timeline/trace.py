@@ -61,9 +61,13 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
         UsageError: nothing such is stored, or the file cannot be written.
         DatabaseError: there is no database, or no such execution.
     """
-    if (request.execution is None) == (request.strategy is None):
+    if request.execution is None and request.strategy is None:
         raise UsageError(
             "app trace: needs --execution or --strategy, must have one of them; see app trace --help"
+        )
+    if request.execution is not None and (request.strategy, request.topology) != (None, None):
+        raise UsageError(
+            "--execution: is one run, must stand without --strategy and --topology; leave them out"
         )
     with Store.open(database, create=False) as store:
         target = checked_target(request.output, store.database, "--output")
