@@ -25,6 +25,7 @@ class Accuracy:
     model: str
     topology: str
     topology_id: int
+    graph_id: int
     batch_size: int
     precision: str
     optimizer: str

@@ -29,6 +29,7 @@ class ComparisonRow:
     topology: str
     topology_devices: int
     topology_id: int
+    graph_id: int
     batch_size: int
     precision: str
     optimizer: str

@@ -62,7 +62,7 @@ def compare(
         _print_attribution(execution, model, database, shown, as_json=as_json)
         return
     from app.analytics.compare import compare as compare_stored
-    from app.analytics.topology_names import topology_names
+    from app.analytics.names import graph_names, topology_names
     from app.db.store import Store
 
     with Store.open(database, create=False) as store:
@@ -82,9 +82,10 @@ def compare(
         topologies = topology_names(
             (row.topology_id, row.topology, row.topology_devices) for row in comparison.rows
         )
-        _print_rows(comparison.rows, topologies)
+        graphs = graph_names((row.graph_id, row.model) for row in comparison.rows)
+        _print_rows(comparison.rows, graphs, topologies)
         if comparison.accuracy:
-            _print_accuracy(comparison.accuracy, topologies)
+            _print_accuracy(comparison.accuracy, graphs, topologies)
 
 
 def _print_attribution(
@@ -103,10 +104,14 @@ def _print_attribution(
         print_attribution(attribution, shown)
 
 
-def _print_rows(rows: Sequence[ComparisonRow], topologies: Mapping[int, str]) -> None:
-    # A table for each model, topology and training: one table of all would be wider than terminals.
+def _print_rows(
+    rows: Sequence[ComparisonRow], graphs: Mapping[int, str], topologies: Mapping[int, str]
+) -> None:
+    # A table for each graph, topology and training: one table of all would be wider than terminals.
     has_parts = any((row.micro_batches or 1) > 1 for row in rows)
-    for title, alike in groupby(rows, lambda row: _title(row, topologies[row.topology_id])):
+    for title, alike in groupby(
+        rows, lambda row: _title(row, graphs[row.graph_id], topologies[row.topology_id])
+    ):
         print_table(
             [
                 "strategy",
@@ -172,8 +177,8 @@ def _print_rows(rows: Sequence[ComparisonRow], topologies: Mapping[int, str]) ->
     )
 
 
-def _title(row: ComparisonRow, topology: str) -> str:
-    return f"{row.model} on {topology}, batch size {_training(row)}"
+def _title(row: ComparisonRow, graph: str, topology: str) -> str:
+    return f"{graph} on {topology}, batch size {_training(row)}"
 
 
 def _training(row: ComparisonRow | Accuracy) -> str:
@@ -195,13 +200,15 @@ def _both(predicted: float | None, measured: float | None) -> str:
     return f"{shown(predicted)} / {shown(measured)}"
 
 
-def _print_accuracy(accuracy: Sequence[Accuracy], topologies: Mapping[int, str]) -> None:
+def _print_accuracy(
+    accuracy: Sequence[Accuracy], graphs: Mapping[int, str], topologies: Mapping[int, str]
+) -> None:
     print_table(
         ["model", "topology", "batch, training", "strategies", "mean", "median", "95 %", "worst", "bias", "noise",
          "tau", "pairs", "choice"],
         [
             [
-                row.model,
+                graphs[row.graph_id],
                 topologies[row.topology_id],
                 _training_in_parts(row),
                 row.strategies,
@@ -224,7 +231,7 @@ def _print_accuracy(accuracy: Sequence[Accuracy], topologies: Mapping[int, str])
         mean = sum(row.mean_error for row in accuracy) / len(accuracy)
         worst = max(row.mean_error for row in accuracy)
         tau = f"; tau: mean {ratio(sum(taus) / len(taus))}, worst {ratio(min(taus))}" if taus else ""
-        print_lines(f"over {len(accuracy)} networks: mean error {percent(mean)}, worst {percent(worst)}{tau}")
+        print_lines(f"over these {len(accuracy)}: mean error {percent(mean)}, worst {percent(worst)}{tau}")
     print_lines(
         "tau: Kendall's, over pairs of strategies that differ by more than their noise;",
         "choice: how much longer the strategy of the lowest prediction takes than the fastest.",

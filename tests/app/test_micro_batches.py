@@ -343,9 +343,15 @@ def test_a_comparison_shows_micro_batches_where_there_are_several(command: Comma
     run = ("run", "--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2", "--iterations", "1",
            "--on-miss", "estimate", "--strategy")  # fmt: skip
     assert command(*run, "data-parallel").code == 0
-    assert "schedule" not in command("compare").output
+    alone = command("compare").output
+    assert "schedule" not in alone
+    assert "mlp-small on " in alone
     assert command(*run, "3d-1x1x2", "--micro-batches", "2").code == 0
-    assert "schedule" in command("compare").output
+    both = command("compare").output
+    assert "schedule" in both
+    # Graphs of other sizes of a micro-batch, which are told apart.
+    assert "mlp-small (graph 1) on " in both
+    assert "mlp-small (graph 2) on " in both
     rows = command("compare", "--json").document["strategies"]
     assert sorted((row["micro_batches"], row["schedule"]) for row in rows if row["executions"]) == [
         (1, None),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.analytics.duck import as_text, connect
-from app.analytics.topology_names import topology_names
+from app.analytics.names import graph_names, topology_names
 from app.db.engine import Database
 
 if TYPE_CHECKING:
@@ -111,8 +111,11 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
         DatabaseError: DuckDB cannot read the database.
     """
     with connect(database) as connection:
-        names = topology_names(
-            connection.execute("SELECT id, topology, device_count FROM topologies").fetchall()
+        names = _ShownNames(
+            graph_names(connection.execute("SELECT id, model FROM graphs").fetchall()),
+            topology_names(
+                connection.execute("SELECT id, topology, device_count FROM topologies").fetchall()
+            ),
         )
         return ReportData(
             _summaries(connection, wanted, names),
@@ -120,6 +123,17 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
             _pairs(connection, wanted, names),
             _costs(connection),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _ShownNames:
+    """The names of graphs and topologies by their ids."""
+
+    graphs: Mapping[int, str]
+    topologies: Mapping[int, str]
+
+    def of(self, graph: int, topology: int) -> tuple[str, str]:
+        return self.graphs[graph], self.topologies[topology]
 
 
 # The training of a step: batch size, precision, optimizer.
@@ -137,27 +151,27 @@ def _names(wanted: Filter) -> dict[str, object]:
 
 
 def _summaries(
-    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: Mapping[int, str]
+    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: _ShownNames
 ) -> tuple[Summary, ...]:
     rows = connection.execute(
-        f"SELECT model, topology_id, {_TRAINING}, strategies, best_predicted_s, predicted_speedup, "
+        f"SELECT model, graph_id, topology_id, {_TRAINING}, strategies, best_predicted_s, predicted_speedup, "
         f"best_measured_median_s, measured_speedup FROM best_per_model WHERE {_WANTED} ORDER BY ALL",
         _names(wanted),
     ).fetchall()
-    return tuple(Summary(model, names[topology], *others) for model, topology, *others in rows)
+    return tuple(Summary(*names.of(graph, topology), *others) for _, graph, topology, *others in rows)
 
 
 def _searches(
-    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: Mapping[int, str]
+    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: _ShownNames
 ) -> list[tuple[Any, ...]]:
     rows = connection.execute(
-        f"SELECT id, model, topology_id, {_TRAINING}, status, proposals, initial_time_s, best_time_s, "
+        f"SELECT id, graph_id, topology_id, {_TRAINING}, status, proposals, initial_time_s, best_time_s, "
         "date_diff('millisecond', started_at, finished_at) / 1000 FROM searches "
         f"WHERE {_WANTED} AND ($search::BIGINT IS NULL OR id = $search) "
         f"ORDER BY id DESC LIMIT {SEARCHES_SHOWN}",
         {**_names(wanted), "search": wanted.search},
     ).fetchall()
-    return [(number, model, names[topology], *others) for number, model, topology, *others in rows]
+    return [(number, *names.of(graph, topology), *others) for number, graph, topology, *others in rows]
 
 
 def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> SearchCurve:
@@ -179,15 +193,17 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
 
 
 def _pairs(
-    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: Mapping[int, str]
+    connection: duckdb.DuckDBPyConnection, wanted: Filter, names: _ShownNames
 ) -> tuple[MeasuredStrategy, ...]:
     rows = connection.execute(
-        f"SELECT model, topology_id, {_TRAINING}, strategy, source, predicted_s, measured_median_s "
+        f"SELECT model, graph_id, topology_id, {_TRAINING}, strategy, source, predicted_s, measured_median_s "
         f"FROM predicted_vs_measured WHERE {_WANTED} AND predicted_s > 0 AND measured_median_s > 0 "
         f"ORDER BY ALL LIMIT {PAIRS_SHOWN}",
         _names(wanted),
     ).fetchall()
-    return tuple(MeasuredStrategy(model, names[topology], *others) for model, topology, *others in rows)
+    return tuple(
+        MeasuredStrategy(*names.of(graph, topology), *others) for _, graph, topology, *others in rows
+    )
 
 
 def _costs(connection: duckdb.DuckDBPyConnection) -> Costs | None:

@@ -77,6 +77,7 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
             topology="local",
             topology_devices=2,
             topology_id=scene.topology_id,
+            graph_id=scene.graph_id,
             batch_size=8,
             precision="float32",
             optimizer="sgd",

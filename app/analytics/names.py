@@ -1,4 +1,4 @@
-"""Names of topologies for tables and figures."""
+"""Names of topologies and graphs for tables and figures."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def topology_names(topologies: Iterable[tuple[int, str, int]]) -> dict[int, str]
                 one = f"topology {number}, " if of_count[count] > 1 else ""
                 names[number] = f"{name} ({one}{counted(count, 'device')})"
     return names
+
+
+def graph_names(graphs: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """Return the names of graphs by id; of several of one network with their ids.
+
+    A network has several graphs by the size of its micro-batches, substitutions, and versions of its module.
+
+    Args:
+        graphs: of each its id and its network's name; one may come several times.
+    """
+    names = dict(graphs)
+    count = Counter(names.values())
+    return {number: f"{name} (graph {number})" if count[name] > 1 else name for number, name in names.items()}
