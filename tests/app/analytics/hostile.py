@@ -76,7 +76,6 @@ def hostile_queries(folder: Path, url: str) -> list[str]:
         "PRAGMA table_info('op_costs')",
         "USE store",
         "LOAD httpfs",
-        f"LOAD '{folder}/other.duckdb_extension'",
         "INSTALL httpfs",
         "FORCE INSTALL sqlite",
         "UPDATE EXTENSIONS",

@@ -10,7 +10,7 @@ import pytest
 
 from app.analytics.answer import answer
 from app.analytics.catalog import CATALOG
-from app.analytics.duck import connect
+from app.analytics.duck import _extension_file, connect
 from app.analytics.formats import rows
 from app.analytics.guard import REFUSED_FUNCTIONS, TABLE_FUNCTIONS, check_query
 from app.db.store import Store
@@ -144,6 +144,7 @@ def test_pivot_without_in_has_a_column_for_each_value(store: Store) -> None:
 def test_lock_alone_stops_all_but_what_the_scanners_open_by_themselves(store: Store, tmp_path: Path) -> None:
     lay_out(tmp_path / "other")
     csv, parquet = tmp_path / "other" / "other.csv", tmp_path / "other" / "other.parquet"
+    unused = "postgres" if store.database.url.get_backend_name() == "sqlite" else "sqlite"
     with connect(store.database) as connection:
         for sql in (
             f"FROM '{csv}'",
@@ -155,8 +156,10 @@ def test_lock_alone_stops_all_but_what_the_scanners_open_by_themselves(store: St
             "SET enable_external_access = true",
             "SET lock_configuration = false",
             f"PRAGMA profile_output = '{csv.parent}/profile'",
+            "SET allow_unsigned_extensions = false",
             "INSTALL httpfs",
             "LOAD httpfs",
+            f"LOAD '{_extension_file(unused)}'",  # which is there, and signed
             "FROM csv",
         ):
             with pytest.raises(duckdb.Error):
