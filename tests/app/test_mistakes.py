@@ -105,6 +105,7 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("search", *SMALL, "--algorithm", "unit"), ("algorithm unit", "tofu, unity, or several")),
         (("run", *SMALL, "--strategy", "3d-1x1"), ("3d-1x1: is no 3-D parallelism", "3d-2x1x4")),
         (("run", *SMALL, "--strategy", "3d-1x0x2"), ("3d-1x0x2: is no 3-D parallelism",)),
+        (("run", *SMALL, "--strategy", f"3d-1x1x{'9' * 5000}"), ("5007 letters",)),
         (
             ("run", *SMALL, "--strategy", "3d-1x1x2-interleaved"),
             ("3d-1x1x2-interleaved: is no 3-D parallelism", "-interleaved-2"),

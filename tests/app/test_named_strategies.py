@@ -49,6 +49,19 @@ def test_a_degree_that_does_not_divide_the_devices_is_refused(command: Command, 
     assert line.endswith("must be one that divides 2 devices: 1, 2; name it as in megatron-2")
 
 
+def test_degrees_for_other_numbers_of_devices_are_refused_before_anything_is_measured(
+    command: Command,
+) -> None:
+    arguments = ("--micro-batches", "2", "--on-miss", "measure")
+    outcome = command("run", *BERT[:-2], "--strategy", "3d-1x1x3", *arguments)
+    assert (outcome.code, outcome.output) == (2, "")
+    assert outcome.errors.splitlines()[-1] == (
+        "error: strategy 3d-1x1x3: is for 3 devices, must be for all 2; choose other degrees"
+    )
+    (row,) = command("query", "SELECT count(*) AS measured FROM op_costs", "--json").document
+    assert row == {"measured": 0}
+
+
 XDL = ("--model", "xdl", "--preset", "small", *BERT[4:])
 
 

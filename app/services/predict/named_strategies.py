@@ -29,8 +29,8 @@ _MADE = ("best", "data-parallel", "single-device", "expert", *_OTHERS)
 _MADE_PREFIXES = ("megatron", "mesh-", "3d-")
 # Data x tensor x pipeline degree, then the schedule, of interleaved the stages a group, and ZeRO-2.
 _THREE_D = re.compile(
-    rf"3d-([1-9]\d*)x([1-9]\d*)x([1-9]\d*)"
-    rf"(-{Schedule.GPIPE}|-{Schedule.ZERO_BUBBLE}|-{Schedule.INTERLEAVED}-[1-9]\d*)?(-zero)?",
+    r"3d-([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})"
+    rf"(-{Schedule.GPIPE}|-{Schedule.ZERO_BUBBLE}|-{Schedule.INTERLEAVED}-[1-9]\d{{0,5}})?(-zero)?",
     re.ASCII,
 )
 
