@@ -17,9 +17,11 @@ from app.services.models.models import ImportedModel, import_graph, requested_mo
 from app.services.predict.predict import executions_by_kind, local_target, prepare
 from app.services.progress import Progress
 from app.services.search.confirmation import Confirmation, ConfirmedStep
+from app.services.search.request import searched_on
 from graph.rules import local_calls
 from graph.training import Training
 from profiler.devices import cpu_devices
+from search.algorithms.chain import SearchOptions
 from search.space.baselines import random_strategy
 from tests.app.conftest import Command, store_results
 
@@ -29,6 +31,11 @@ TWO_CPUS = ("--device", "cpu", "--devices", "2")
 SEARCH = ("search", *MODEL, *TWO_CPUS, "--proposals", "400", "--json")
 # Of its true time, what a planted cost is.
 PLANTED = 0.01
+
+
+@pytest.mark.parametrize(("proposals", "left"), [(0, 0), (1, 1), (3, 1), (400, 100)])
+def test_a_search_that_goes_on_may_propose_where_the_first_did(proposals: int, left: int) -> None:
+    assert searched_on(SearchOptions(proposals=proposals)).proposals == left
 
 
 @pytest.fixture(scope="module")
