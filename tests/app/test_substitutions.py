@@ -179,7 +179,7 @@ def test_the_joint_search_finds_what_an_exhaustive_one_over_all_sets_and_configu
 def test_options_and_files_that_do_not_fit_are_refused_in_a_line(command: Command, tmp_path: Path) -> None:
     refused = command("search", *OWN, *HERE, "--algorithm", "unity", "--substitute")
     assert refused.code == 2
-    assert "chooses substitutions" in refused.errors
+    assert "--substitute: is what --algorithm unity chooses itself, must be left out" in refused.errors
     refused = command("search", *OWN, *HERE, "--algorithm", "unity", "--start", "1")
     assert (refused.code, "names strategies for one graph" in refused.errors) == (2, True)
     plain = ("--model", "own_heads:fine", "--batch-size", "4", *HERE)
