@@ -23,7 +23,7 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class Agent:
-    """What came of one torchrun: its exit code, and what was printed; the launcher's own lines are left out."""
+    """An agent of torchrun that has ended: its exit code, standard output, and the commands' errors and warnings."""
 
     code: int
     output: str

@@ -49,7 +49,7 @@ def test_a_degree_that_does_not_divide_the_devices_is_refused(command: Command, 
     assert line.endswith("must be one that divides 2 devices: 1, 2; name it as in megatron-2")
 
 
-def test_degrees_for_other_numbers_of_devices_are_refused_before_anything_is_measured(
+def test_degrees_for_other_numbers_of_devices_are_refused_before_costs_are_measured(
     command: Command,
 ) -> None:
     arguments = ("--micro-batches", "2", "--on-miss", "measure")
