@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from app.analytics.accuracy import Accuracy
     from app.analytics.compare import ComparisonRow
 
+ROWS = 20
+"""Differences that --execution shows unless told."""
+
 
 def compare(
     model: options.OfModel = None,
@@ -42,8 +45,13 @@ def compare(
         ),
     ] = None,
     shown: Annotated[
-        int, typer.Option("--rows", min=0, help="Of --execution, show so many of the largest differences.")
-    ] = 20,
+        int | None,
+        typer.Option(
+            "--rows",
+            min=0,
+            help=f"Of --execution, show so many of the largest differences; {ROWS} unless told.",
+        ),
+    ] = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -59,8 +67,12 @@ def compare(
             raise UsageError(
                 "--execution: is one run, must stand without --topology and --search; leave them out"
             )
-        _print_attribution(execution, model, database, shown, as_json=as_json)
+        _print_attribution(execution, model, database, ROWS if shown is None else shown, as_json=as_json)
         return
+    if shown is not None:
+        raise UsageError(
+            "--rows: is the number of differences of one run, must stand with --execution; say which run"
+        )
     from app.analytics.compare import compare as compare_stored
     from app.analytics.names import graph_names, topology_names
     from app.db.store import Store

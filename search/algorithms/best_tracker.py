@@ -55,11 +55,14 @@ class BestTracker:
         devices = len(self.builder.capacity_bytes_D)
         return np.zeros(devices, np.int64) if self._layout is None else self._layout.peak_memory_D.copy()
 
-    def take(self, strategy: Strategy, limit: Outcome | None = None) -> bool:
+    def take(
+        self, strategy: Strategy, limit: Outcome | None = None, *, instead_of_equals: bool = False
+    ) -> bool:
         """Simulate a strategy; return whether it is the best so far.
 
         limit: not below the best so far; of a strategy that cannot be below it `latest` says so much alone, see
             `search.evaluate.evaluator.outcome`.
+        instead_of_equals: keep it also where it is no better than the best so far, and no worse.
 
         Raises:
             CostError: a local call has no cost.
@@ -80,7 +83,9 @@ class BestTracker:
             )
         self.simulated += 1
         cost = self.latest = outcome(self._layout, self._order, limit)
-        if self.found is not None and not cost < self.found[0]:
+        if self.found is not None and not (
+            cost < self.found[0] or (instead_of_equals and cost == self.found[0])
+        ):
             return False
         self.found = cost, strategy
         return True

@@ -192,11 +192,24 @@ class _PipelineSearch:
     def walk(self, rng: np.random.Generator) -> None:
         """Walk from the best staging of one stage, of one a group of devices, and of several a group."""
         starts = dict(self.best)
-        for kind in sorted(starts):
-            cost, start = starts[kind]
-            self._walk_from(start, cost, rng)
+        found = [self._walk_from(*starts[kind], rng) for kind in sorted(starts)]
+        if found:
+            self._keep_activations(*min(found, key=lambda best: best[0]))
 
-    def _walk_from(self, start: Staging, cost: Outcome, rng: np.random.Generator) -> None:
+    def _keep_activations(self, best: Outcome, staging: Staging) -> None:
+        """Of the best leave out what the walk makes again for nothing: all of a stage, where that is no worse."""
+        for stage in range(staging.stages):
+            kept = staging.recomputed - set(self.stagings.segments(staging, stage))
+            strategy = self.stagings.strategy(replace(staging, recomputed=kept))
+            if kept == staging.recomputed or strategy is None:
+                continue
+            limit = Outcome(best.excess_bytes, best.step_time_ns + 1)
+            self.trial.take(strategy, limit, instead_of_equals=True)
+            if self.trial.latest <= best:
+                best, staging = self.trial.latest, replace(staging, recomputed=kept)
+
+    def _walk_from(self, cost: Outcome, start: Staging, rng: np.random.Generator) -> tuple[Outcome, Staging]:
+        """Walk from a staging; return the best on the way, and its outcome."""
         moves = _Moves(self.stagings, rng)
         current = best = start
         costs = {start: cost}
@@ -221,6 +234,7 @@ class _PipelineSearch:
                 best = proposal
             elif taken % MOVES_ASTRAY == 0:
                 current = best
+        return costs[best], best
 
 
 def _kind(staging: Staging) -> tuple[bool, bool]:

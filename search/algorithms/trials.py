@@ -49,10 +49,12 @@ class Trial(BestTracker):
         """How many simulations may still be made."""
         return self.most - self.simulated
 
-    def take(self, strategy: Strategy, limit: Outcome | None = None) -> bool:
+    def take(
+        self, strategy: Strategy, limit: Outcome | None = None, *, instead_of_equals: bool = False
+    ) -> bool:
         """Simulate a strategy, with the problem's micro-batches; return whether it is the best so far.
 
-        limit: as of `BestTracker.take`.
+        limit, instead_of_equals: as of `BestTracker.take`.
 
         Raises:
             BudgetSpent: no further simulation may be made.
@@ -60,7 +62,8 @@ class Trial(BestTracker):
         """
         if not self.left:
             raise BudgetSpent
-        better = super().take(self.problem.in_micro_batches(strategy), limit)
+        strategy = self.problem.in_micro_batches(strategy)
+        better = super().take(strategy, limit, instead_of_equals=instead_of_equals)
         self.accepted += better
         if self.observer is not None and self.found is not None:
             self.observer.progress(self.simulated, self.accepted, self.found[0].seconds)

@@ -117,6 +117,7 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("strategy", "rebuild", "9" * 20), ("at most",)),
         (("search", "--resume", "0"), ("--resume is 0, must be at least 1",)),
         (("search", *SMALL, "--beta", "much"), ("--beta is much, must be a number",)),
+        (("compare", "--rows", "5"), ("--rows: is the number", "must stand with --execution")),
         (("compare", "--search", "nan"), ("--search is nan, must be a whole number",)),
         (("strategy", "exprot"), ("exprot", "export")),
         (("topology", "show", "p100"), ("p100", "did you mean p100-cluster?")),

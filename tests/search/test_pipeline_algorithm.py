@@ -119,6 +119,22 @@ def test_gradients_are_summed_as_the_problem_says(gradients: GradientSums) -> No
     assert result.strategy.micro_batches.gradients is gradients
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+def test_no_stage_is_made_again_for_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memories are ample, and short walks of these seeds end where a stage is made again that nobody waits for."""
+    for number in ("FEWEST_MOVES", "MOST_MOVES", "MOST_DRAWS"):
+        monkeypatch.setattr(f"search.algorithms.pipeline.{number}", 60)
+    posed = problem(viewed(), 4)
+    result = pipeline(posed, most=MOST, seed=seed)
+    assert result.simulated < MOST
+    strategy = result.strategy
+    for stage in stages_of(posed.graph, strategy.configurations, strategy.micro_batches.schedule):
+        rest = tuple(group for group in strategy.recomputation if not stage.first <= group.first < stage.last)
+        if rest != strategy.recomputation:
+            without = replace(strategy, recomputation=rest)
+            assert result.outcome < simulated(posed, without, "program")
+
+
 def test_one_seed_gives_one_result_and_keeps_to_its_budget() -> None:
     posed = problem(branches(), 4)
     results = [pipeline(posed, most=300, seed=5) for _ in range(2)]
