@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graph.collective_algorithms import BY_LIBRARY, read_algorithm
-from profiler.process_groups import Message, start_messages
+from profiler.process_groups import Message, all_gather_by_messages, start_messages
 
 if TYPE_CHECKING:
     import torch
@@ -173,13 +173,20 @@ def _all_gather(participant: Participant, size_bytes: int) -> Repetition:
     # torch 2.13 renamed it.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     count = len(participant.members)
+    own = participant.members.index(participant.rank)
     sources, columns = _halves(participant, size_bytes // ITEM_BYTES // count)
 
     def work(repetition: int) -> torch.Tensor:
-        part = sources[repetition % len(sources)][:, columns:].contiguous()
+        part = sources[repetition % len(sources)][:, columns:]
         result = participant.empty(count * part.numel())
-        gather(result, part.view(-1), group=participant.group)
-        return torch.cat(result.view(count, ROWS, columns).unbind(), 1)
+        rows = result.view(count, ROWS, columns)
+        if result.device.type == "cpu":  # as ranks do (`runtime/communication.py`)
+            rows[own].copy_(part)
+            for message in all_gather_by_messages(result, participant.group):
+                message.wait()
+        else:
+            gather(result, part.reshape(-1), group=participant.group)
+        return torch.cat(rows.unbind(), 1)
 
     return work
 

@@ -31,16 +31,30 @@ from profiler.composed_all_reduce import (
     gpu_groups,
     start_on_stream,
 )
-from profiler.process_groups import Message, new_process_group, start_messages, wait_for_device
+from profiler.process_groups import (
+    Message,
+    all_gather_by_messages,
+    new_process_group,
+    start_messages,
+    wait_for_device,
+)
 
 # torch 2.13 renamed both.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+def _gather_by_messages(slices: torch.Tensor, *, group: Any, async_op: bool) -> _AllMessages:
+    assert async_op
+    return _AllMessages(all_gather_by_messages(slices, group))
+
+
 KIND_OF: Mapping[Callable[..., Any], CollectiveKind] = {
     dist.all_reduce: CollectiveKind.ALL_REDUCE,
     _all_gather: CollectiveKind.ALL_GATHER,
+    _gather_by_messages: CollectiveKind.ALL_GATHER,
     _reduce_scatter: CollectiveKind.REDUCE_SCATTER,
     dist.all_to_all_single: CollectiveKind.ALL_TO_ALL,
     dist.broadcast: CollectiveKind.BROADCAST,
@@ -98,16 +112,16 @@ def is_of_messages(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
-@dataclass(frozen=True, slots=True)
-class _AllWorks:
-    """Several works as one."""
+@dataclass(slots=True)
+class _AllMessages:
+    """Several messages as one work."""
 
-    works: tuple[Any, ...]
+    works: list[Any]
 
     def wait(self) -> None:
-        """Wait for all."""
-        for work in self.works:
-            work.wait()
+        """Wait for all; a second call does nothing, where gloo would wait for another message."""
+        while self.works:
+            self.works.pop().wait()
 
 
 class _LentTensors:
@@ -243,7 +257,10 @@ class World:
 
     def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start to gather the equal flat `part`s of `ranks`, in their order, in `result`; return the work."""
-        return self._start(_all_gather, ranks, _plain(result), _plain(part))
+        if result.device.type != "cpu":
+            return self._start(_all_gather, ranks, _plain(result), _plain(part))
+        result.view(len(ranks), -1)[ranks.index(self.rank)].copy_(part.detach())
+        return self.all_gather_in_place(result, ranks)
 
     def reduce_scatter(self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sums over `ranks` of equal slices of flat `parts`, one slice a rank; return the work."""
@@ -262,16 +279,10 @@ class World:
         return _CopyingWork(self._start(dist.all_reduce, ranks, parts), result, own)
 
     def all_gather_in_place(self, slices: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start to fill flat equal `slices`, one of each rank in their order, from this rank's own among them.
-
-        Gloo, between CPUs, gathers in a tensor of its own, of the same size; here each rank broadcasts.
-        """
-        rows = slices.view(len(ranks), -1)
+        """Start to fill flat equal `slices`, one of each rank in their order, from this rank's own among them."""
         if slices.device.type != "cpu":
-            return self.all_gather(slices, rows[ranks.index(self.rank)], ranks)
-        return _AllWorks(
-            tuple(self.broadcast(row, rank, ranks) for row, rank in zip(rows, ranks, strict=True))
-        )
+            return self.all_gather(slices, slices.view(len(ranks), -1)[ranks.index(self.rank)], ranks)
+        return self._start(_gather_by_messages, ranks, _plain(slices))
 
     def all_to_all(
         self,

@@ -8,6 +8,11 @@ from __future__ import annotations
 import typer
 
 from app.cli import compare, database, models, profile, query, report, run, search, strategy, topology, trace
+from app.cli.ending import is_rank
+from graph.errors import UsageError
+
+RANKED = frozenset({"run", "topology"})
+"""The commands of which torchrun may start several processes."""
 
 application = typer.Typer(
     name="app",
@@ -17,6 +22,18 @@ application = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+@application.callback()
+def _started(context: typer.Context) -> None:
+    command = context.invoked_subcommand
+    if is_rank() and command not in RANKED:
+        raise UsageError(
+            f"app {command}: is started by torchrun, must be one process alone; start it without, as all but app run "
+            "and app topology probe"
+        )
+
+
 application.command("profile")(profile.profile)
 application.command("search")(search.search)
 application.command("run")(run.run)

@@ -496,7 +496,8 @@ def _print(report: SearchReport) -> None:
             f"confirmed: by the new costs the winner is at most {TOLERANCE * 100:.0f} % slower than the fastest, "
             "and than it was found to be"
             if report.confirmations[-1].holds
-            else "not confirmed: the winner changed again; search once more, best on a quiet machine"
+            else f"not confirmed: by the new costs {report.confirmations[-1].doubt}; search once more, best on a quiet "
+            "machine"
         )
     if report.unconfirmed:
         print_lines("not confirmed: interrupted while its costs were measured again")

@@ -274,14 +274,16 @@ class RunStore(StorePart):
         self._end(executions, execution_id)
         return self.execution(execution_id)
 
-    def fail_execution(self, execution_id: int, failure: str) -> None:
-        """Store why a run failed, now.
+    def fail_execution(self, execution_id: int, failure: str | None) -> None:
+        """Store that a run has ended now, and why it failed; None: it was interrupted.
 
         Raises:
             DatabaseError: there is no such execution.
         """
         table = models.executions
-        row = {"status": "failed", "failure": failure, "finished_at": utc_now()}
+        row = _interrupted(utc_now())
+        if failure is not None:
+            row |= {"status": "failed", "failure": failure}
         with self.write() as connection:
             connection.execute(table.update().where(table.c.id == execution_id).values(row))
         self._end(table, execution_id)

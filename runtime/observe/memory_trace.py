@@ -89,7 +89,7 @@ def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cp
             tensors = _initial_tensors(plan)
             # What is compiled counts as its parts do: torch.compile does not work without data.
             with ledger, torch.compiler.set_stance("force_eager"):
-                world = SilentWorld(plan.strategy.device_count, rank, processor)
+                world = SilentWorld(plan.strategy.device_count, rank)
                 executor = Executor(plan, world, tensors, training, seed=0, learning_rate=0.0, device=_DEVICE)
                 del tensors
                 _name_parts(executor, ledger)
@@ -342,42 +342,24 @@ class _Ledger(TorchDispatchMode):
         return PredictedPeak(totals[peak] if totals else 0, tuple(parts.items()))
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """The work of an all-gather, with the buffer that the library allocates until it is done."""
-
-    own: torch.Tensor | None
-
-    def wait(self) -> None:
-        """Free the buffer."""
-        self.own = None
-
-
 class SilentWorld(World):
     """A world in which this process is any one rank, and no message is sent.
 
-    Gloo, between CPUs, gathers in a tensor of its own, as large as the result: it is allocated here, too. So would its
-    reduce-scatter, which is not used (`World.reduce_scatter_in_place`).
+    Nothing is allocated beside: of gloo's collectives those are not used that would (`World.all_gather_in_place`,
+    `World.reduce_scatter_in_place`).
     """
 
     takes_time = False
 
-    def __init__(self, size: int, rank: int, processor: str = "cpu") -> None:
+    def __init__(self, size: int, rank: int) -> None:
         self.size = size
         self.rank = rank
         self._ranks = tuple(range(size))
         self._all_reduces = {}
-        self._gloo = processor == "cpu"
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
         """Start nothing."""
         return [DoneWork() for _ in sends], [DoneWork() for _ in receives]
-
-    def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start nothing, but hold the memory of the result twice until it is waited for."""
-        if not self._gloo:
-            return super().all_gather(result, part, ranks)
-        return _Gathered(torch.empty_like(result))
 
     def _start(self, operation: Any, ranks: tuple[int, ...], *arguments: Any) -> Any:  # noqa: ARG002 - nothing is sent
         return DoneWork()

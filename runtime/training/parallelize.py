@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from graph.collective_algorithms import chosen_algorithms
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
+from graph.schedule import micro_batches_from_json
 from graph.strategy import Strategy, read_document, strategy_from_json
 from graph.substitutions.rewriting import rewritten
 from graph.substitutions.substitution import Substitution, substitutions_from_json
@@ -59,6 +60,20 @@ class StrategyFile:
     def substitutions(self) -> tuple[Substitution, ...]:
         """The substitutions that the graph has which it is for."""
         return substitutions_from_json(self.document.get("substitutions", []))
+
+
+def _require_one_batch(strategy: StrategyFile | Strategy) -> None:
+    """Refuse a strategy of several micro-batches, before its graph, which is of one of them, is compared."""
+    micro_batches = (
+        micro_batches_from_json(strategy.document.get("micro_batches", {}))
+        if isinstance(strategy, StrategyFile)
+        else strategy.micro_batches
+    )
+    if micro_batches.count > 1:
+        raise StrategyError(
+            f"strategy: has {micro_batches.text}, which app run executes, must have one here; call backward several "
+            "times before step, or choose another strategy"
+        )
 
 
 def load_strategy(path: str | Path) -> StrategyFile:
@@ -148,8 +163,9 @@ def parallelize(  # noqa: PLR0913 - users' options, each by its name
         require_factory(optimizer)
         require_free(example[1])
         require_kind(batches)
-        graph_of_example, results = imported(module, *example, batch_norm, wanted)
         chosen = load_strategy(strategy) if isinstance(strategy, str | Path) else strategy
+        _require_one_batch(chosen)
+        graph_of_example, results = imported(module, *example, batch_norm, wanted)
         if isinstance(chosen, StrategyFile):
             graph_of_example = rewritten(graph_of_example, chosen.substitutions)
         return (
@@ -159,11 +175,6 @@ def parallelize(  # noqa: PLR0913 - users' options, each by its name
         )
 
     graph, chosen, results = everywhere(prepared)
-    if chosen.micro_batches.count > 1:
-        raise StrategyError(
-            f"strategy: has {chosen.micro_batches.text}, which app run executes, must have one here; call backward "
-            "several times before step, or choose another strategy"
-        )
     agreed = {"seed": seed, "batches": batches, "outputs": wanted}
     hosts = _agree(graph, chosen, agreed, own_host())
     options = TrainingOptions(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))

@@ -30,6 +30,16 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
     assert not database.exists()
 
 
+@pytest.mark.parametrize("name", ["search", "profile", "compare"])
+def test_commands_of_one_process_are_refused_under_torchrun(
+    name: str, command: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(variable, value)
+    assert_one_line(command(name), f"app {name}: is started by torchrun, must be one process")
+    assert not database.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -150,7 +150,7 @@ def test_an_interrupted_run_is_stored_as_such(database: Path) -> None:
     finally:
         process.kill()
     assert (process.returncode, output, errors) == (130, "", "interrupted\n")
-    assert executions(database) == [("failed", "interrupted", False)]
+    assert executions(database) == [("interrupted", None, False)]
 
 
 def test_a_run_past_its_limit_is_given_up_and_stored(command: Command, database: Path) -> None:

@@ -36,7 +36,7 @@ class _RecordingWorld(SilentWorld):
     """A world in which nothing is sent, and all is noted."""
 
     def __init__(self, size: int, rank: int) -> None:
-        super().__init__(size, rank, "cuda")
+        super().__init__(size, rank)
         self.issued: list[Issue] = []
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:

@@ -18,6 +18,7 @@ from torch import nn
 import runtime
 from graph.errors import ImportFailure, RuntimeFailure, StrategyError, UsageError
 from graph.importer import import_module
+from graph.schedule import MicroBatches
 from graph.strategy import Sharding, Strategy, strategy_text
 from graph.synchronization import p3
 from runtime.launch.torchrun import call_on_ranks
@@ -210,6 +211,14 @@ def test_a_strategy_for_another_graph_names_what_differs(tmp_path: Path) -> None
         runtime.parallelize(
             normed[0], in_turn(graph_of("convolutions"), [0]), *normed[1:], optimizer=sgd, batch_norm="local"
         )
+
+
+def test_a_strategy_of_several_micro_batches_is_refused_before_its_sizes_are(tmp_path: Path) -> None:
+    module, strategy, args, kwargs = perceptron()
+    divided = replace(strategy, micro_batches=MicroBatches(2))
+    for form in (divided, written(tmp_path / "strategy.json", divided)):
+        with pytest.raises(StrategyError, match=r"has 2 micro-batches, .* which app run executes"):
+            runtime.parallelize(module, form, args, kwargs, optimizer=sgd)
 
 
 def test_files_that_are_no_strategies(tmp_path: Path) -> None:

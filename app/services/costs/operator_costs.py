@@ -216,9 +216,10 @@ class DatabaseCosts:
             self._load({*fresh, *(call.digest for call in missing)})
             missing = []
         if missing and self._on_miss == "fail":
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CostError(
-                f"{missing[0].target} {shapes(missing[0])}: not measured on {kind_name}, must be (and "
-                f"{len(missing) - 1} more); run app profile with the same --topology, or choose --on-miss estimate"
+                f"{missing[0].target} {shapes(missing[0])}: not measured on {kind_name}, must be{more}; run app "
+                "profile with the same --topology, or choose --on-miss estimate"
             )
 
     def used_costs(self, digests: Iterable[str]) -> list[tuple[str, str]]:

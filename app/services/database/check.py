@@ -125,7 +125,7 @@ def check(database: str | None, sink: Sink = _nowhere) -> Findings:
             if (folder / reading.LOCK).exists():
                 stack.enter_context(reading.shared(folder))
             source = stack.enter_context(reading_only(url))
-            return _Check(opened, source, sink).findings()
+            return _Check(opened, source, sink, database).findings()
     except exc.DBAPIError as error:
         raise schema.unusable(url, error) from None
     finally:
@@ -133,10 +133,11 @@ def check(database: str | None, sink: Sink = _nowhere) -> Findings:
 
 
 class _Check:
-    """One look at one database."""
+    """One look at one database; `named`: as the user named it."""
 
-    def __init__(self, database: Database, source: Source, sink: Sink) -> None:
+    def __init__(self, database: Database, source: Source, sink: Sink, named: str | None) -> None:
         self._database = database
+        self._named = named
         self._source = source
         self._sink = sink
         self._found = Findings(database.name)
@@ -189,7 +190,7 @@ class _Check:
                 self._damaged("has no row", "alembic_version")
         self._found.revision = None if revision is None else str(revision["version_num"])
         if self._found.revision not in (None, schema.HEAD):
-            schema.check_current(self._database.url, self._found.revision)
+            schema.check_current(self._database.url, self._found.revision, self._named)
 
     def _is_ours(self, catalog: str) -> bool:
         column = "name" if self._source.is_sqlite else "tablename"

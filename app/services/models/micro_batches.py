@@ -8,6 +8,7 @@ from dataclasses import replace
 from app.services.models.models import ImportedModel, ModelRequest, in_micro_batches
 from app.services.progress import Progress
 from graph.errors import UsageError
+from graph.loss_reduction import adds_up_samples
 from graph.rules.batch_norm import STATISTICS
 from graph.schedule import MicroBatches, check_micro_batches, micro_batches_from_json
 from graph.substitutions.substitution import substitutions_from_json
@@ -65,4 +66,9 @@ def check_graph(model: ImportedModel, progress: Progress) -> None:
             progress.warn(
                 f"batch normalization of {model.graph.name} has the statistics of a micro-batch, "
                 f"{model.micro_batch_size} samples, not those of the whole batch"
+            )
+        if adds_up_samples(model.graph):
+            progress.warn(
+                f"the loss of {model.graph.name} adds up samples, and a step's is the mean of its micro-batches': that "
+                "of the whole batch only where the sum is divided by their number"
             )

@@ -303,7 +303,7 @@ def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[N
         raise
     except (KeyboardInterrupt, SystemExit):
         failure = cause()
-        store.fail_execution(execution_id, "interrupted" if failure is None else str(failure))
+        store.fail_execution(execution_id, None if failure is None else str(failure))
         if failure is not None:
             raise failure from None
         raise

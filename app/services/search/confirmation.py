@@ -72,6 +72,16 @@ class Confirmation:
         fastest_s = min(step.after_s for step in self.steps)
         return winner.after_s <= (1 + TOLERANCE) * min(fastest_s, winner.before_s)
 
+    @property
+    def doubt(self) -> str:
+        """Why the winner does not hold, in words."""
+        winner = self.steps[0]
+        fastest = min(self.steps, key=lambda step: step.after_s)
+        if winner.after_s > (1 + TOLERANCE) * fastest.after_s:
+            return f"{fastest.name} is faster than the winner, {winner.name}"
+        slower = winner.after_s / winner.before_s - 1
+        return f"the winner, {winner.name}, takes {slower * 100:.0f} % longer than it was found to"
+
     def says(self) -> str:
         """Return the steps before and after in words."""
         steps = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pwd
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -97,6 +98,8 @@ def test_older_schema_names_the_command(database_url: str, monkeypatch: pytest.M
     ) as raised:
         open_database(database_url)
     assert "\n" not in str(raised.value)
+    with pytest.raises(DatabaseError, match=f"^{re.escape(str(raised.value))}$"):
+        checking.check(database_url)
     monkeypatch.setenv(engine.ENVIRONMENT_VARIABLE, database_url)
     with pytest.raises(DatabaseError, match=r"run: app db upgrade$"):
         open_database()
