@@ -24,6 +24,7 @@ from runtime.communication import PeerFailure, is_of_messages, lost_peer
 from runtime.launch.bounded_store import BoundedStore
 from runtime.launch.host_watch import HostWatch, watch_hosts
 from runtime.launch.processes import PEER_GRACE_S, error_line, join_group, leave_group
+from runtime.observe.measured_peak import begin_profiling
 from runtime.ranks.ranks import from_rank_0, rank_variable
 from runtime.ranks.watchdog import under_watchdog
 
@@ -160,6 +161,7 @@ class LaunchedRanks:
             RankFailure: this rank or another one failed; the message names the rank and the reason.
             KeyboardInterrupt, SystemExit: a signal came; `cause_of_signal` returns a rank's failure that caused it.
         """
+        begin_profiling()
         outcome: dict[str, Any] = {}
 
         def run() -> None:

@@ -55,8 +55,15 @@ def measure_peak(step: Callable[[], None], device: torch.device) -> MeasuredPeak
     return MeasuredPeak(_cpu_peak_bytes(step), process_peak_bytes())
 
 
+def begin_profiling() -> None:
+    """Use torch's profiler once, in the main thread: first used in another one, its library writes an error line."""
+    # It writes other lines to standard error otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    with torch.autograd.profiler.profile(use_kineto=True):
+        pass
+
+
 def _cpu_peak_bytes(step: Callable[[], None]) -> int:
-    # Its library writes lines to standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     before = bytes_alive(candidate for candidate in gc.get_objects() if type(candidate) in _TENSORS)
     # Not torch.profiler: it imports torch's compiler, a second of every rank's.

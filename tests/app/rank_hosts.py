@@ -143,7 +143,7 @@ def _be_rank(arguments: tuple[str, ...]) -> None:
 
 
 def _said(errors: str) -> tuple[str, ...]:
-    return tuple(line for line in errors.splitlines() if line.startswith(("error:", "warning:")))
+    return tuple(line for line in errors.splitlines() if line.lower().startswith(("error:", "warning:")))
 
 
 def free_port() -> int:
