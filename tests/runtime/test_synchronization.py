@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -64,23 +65,29 @@ def late(whole: Strategy, shared_one: Strategy, kind: str, size_bytes: int) -> S
     return replace(without_kept_shares(shared_one), synchronization=p3(size_bytes))
 
 
-@pytest.mark.parametrize("kind", ["updates", "gathers", "pulls"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
-def test_what_is_late_gives_what_the_plain_module_gives(
-    pool: LocalPool, name: str, optimizer: str, kind: str
+def check(
+    pool: LocalPool, name: str, strategy: Strategy, optimizer: str, seed: int, *, verify: bool = False
 ) -> None:
-    model, graph = reference(name), graph_of(name)
-    for seed, devices in enumerate((2, 4)):
+    """Compare three steps, of which the second one ends what the first has left and leaves as much to the third."""
+    model = reference(name)
+    job = make_job(graph_of(name), strategy, model, optimizer, verify=verify)
+    result = pool.run(replace(shuffled(strategy, job, seed), warmup=3))
+    if verify:
+        assert result.verification is not None
+        assert result.verification.ok, result.verification.worst
+    assert_equal(result, train_plain(model, optimizer, steps=3))
+
+
+@pytest.mark.parametrize("kind", ["updates", "gathers", "pulls"])
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
+def test_what_is_late_gives_what_the_plain_module_gives(pool: LocalPool, name: str, kind: str) -> None:
+    graph = graph_of(name)
+    for seed, (devices, optimizer) in enumerate(((2, "momentum"), (4, "adam"))):
         strategy = late(data_parallel(graph, devices), with_shared_updates(graph, devices), kind, 100)
         plan = build_plan(graph, strategy, (0,) * devices)
         assert len(plan.gather_order) > 1 or kind == "updates"
         assert len(plan.pulls) > 1 or kind != "pulls"
-        job = shuffled(strategy, make_job(graph, strategy, model, optimizer), seed)
-        result = pool.run(job)
-        assert result.verification is not None
-        assert result.verification.ok, result.verification.worst
-        assert_equal(result, train_plain(model, optimizer))
+        check(pool, name, strategy, optimizer, seed, verify=name == "perceptron")
 
 
 @pytest.mark.parametrize("kind", ["updates", "gathers", "pulls"])
@@ -90,11 +97,10 @@ def test_random_strategies_with_what_is_late_give_what_the_plain_module_gives(
     pool: LocalPool, name: str, seed: int, kind: str
 ) -> None:
     """Weights that are split, kept in shares, read as copies of parts, through views, or by several, among them."""
-    model, graph = reference(name), graph_of(name)
+    graph = graph_of(name)
     drawn = random_strategy(graph, 4, seed)
     strategy = late(drawn, randomly_shared(drawn, graph, seed), kind, 60)
-    job = shuffled(strategy, make_job(graph, strategy, model), seed)
-    assert_equal(pool.run(job), train_plain(model))
+    check(pool, name, strategy, "momentum", seed)
 
 
 def integers(pool: LocalPool, synchronization: Synchronization, devices: int, *, sharing: bool) -> JobResult:
@@ -228,11 +234,17 @@ def _issued(rank: int, count: int, meeting: str, name: str = "convolutions") -> 
     return issued
 
 
+@cache
+def _of_three_ranks(body: Callable[[int, int, str], list[list[Any]]]) -> list[list[list[Any]]]:
+    """Return what three ranks started, of one run for all tests."""
+    return run_ranks(body, 3)
+
+
 @pytest.mark.parametrize("body", [_issued, _issued_shared])
 def test_delays_leave_the_order_of_sums_and_pulls_as_it_is(
     body: Callable[[int, int, str], list[list[Any]]],
 ) -> None:
-    ranks = run_ranks(body, 3)
+    ranks = _of_three_ranks(body)
     for steps in ranks:
         # A step begins with what the one before it has left.
         assert steps[1] == steps[2] == [*steps[3], *steps[0]]
@@ -253,7 +265,7 @@ def test_slices_of_shared_updates_are_pushed_and_pulled_once_in_the_order_of_the
         first, last = slice_bounds(length, plan.slice_counts[start.bucket])[start.part]
         sent = len(bucket.devices) * (last - first)
         expected.append((bucket.devices, sent, "pull" if start.is_pull else "push"))
-    for steps in run_ranks(_issued_shared, 3):
+    for steps in _of_three_ranks(_issued_shared):
         assert [*steps[0], *steps[3]] == expected
         # All bytes of all buckets, there and back.
         assert 4 * sum(sent for _, sent, _ in expected) == 2 * sum(
