@@ -163,9 +163,9 @@ def parallelize(  # noqa: PLR0913 - users' options, each by its name
         require_factory(optimizer)
         require_free(example[1])
         require_kind(batches)
+        graph_of_example, results = imported(module, *example, batch_norm, wanted)
         chosen = load_strategy(strategy) if isinstance(strategy, str | Path) else strategy
         _require_one_batch(chosen)
-        graph_of_example, results = imported(module, *example, batch_norm, wanted)
         if isinstance(chosen, StrategyFile):
             graph_of_example = rewritten(graph_of_example, chosen.substitutions)
         return (
