@@ -183,6 +183,7 @@ def test_every_answer_is_a_prefix_while_searches_merge(
     try:
         while not all(count.value for count in counts):
             assert all(process.is_alive() for process in processes)
+            time.sleep(0.01)
         for _ in range(rounds):
             for read in (queried, queried_twice, exported, reported, rebuilt, framed):
                 least = [count.value for count in counts]
@@ -226,6 +227,7 @@ def test_killed_writers_leave_nothing_for_ever(database_url: str, seed: int, tmp
             process.start()
             while not count.value:
                 assert process.is_alive(), "it ended without a proposal"
+                time.sleep(0.01)
             time.sleep(float(rng.uniform(0, 1)))
             assert process.is_alive()
             process.kill()
