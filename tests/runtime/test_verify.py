@@ -13,7 +13,7 @@ from runtime.jobs.job import run_job
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import RUN_LOSS, Deviation, Verification, by_severity, deviations, loss_deviation
 from search.space.baselines import fsdp
-from tests.runtime.oracle import SEED, graph_of, make_job, reference
+from tests.runtime.oracle import SEED, STEPS, graph_of, make_job, reference
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared
 
@@ -94,7 +94,7 @@ def test_what_modules_seldom_do_is_equal_and_kept(pool: LocalPool, devices: int)
     assert result.verification.failure is None
     assert result.buffers is not None
     assert bool(result.buffers["seen"])
-    assert result.buffers["rows"][[0, 2], 2].tolist() == [3.0, 3.0]
+    assert result.buffers["rows"][[0, 2], 2].tolist() == [float(STEPS)] * 2
     assert all(result.buffers[name].any() for name in ("last", "before"))
 
 
