@@ -185,7 +185,7 @@ def _all_gather(participant: Participant, size_bytes: int) -> Repetition:
             for message in all_gather_by_messages(result, participant.group):
                 message.wait()
         else:
-            gather(result, part.reshape(-1), group=participant.group)
+            gather(result, part.contiguous().view(-1), group=participant.group)
         return torch.cat(rows.unbind(), 1)
 
     return work

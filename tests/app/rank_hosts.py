@@ -57,7 +57,8 @@ def on_hosts(
     try:
         for agent in agents:
             output, errors = agent.communicate(timeout=LIMIT_S)
-            results.append(Agent(agent.returncode, output, _said(errors)))
+            # torch's libraries shout.
+            results.append(Agent(agent.returncode, output, _said(errors, "ERROR:")))
     finally:
         for agent in agents:
             agent.kill()
@@ -142,8 +143,8 @@ def _be_rank(arguments: tuple[str, ...]) -> None:
                 raise
 
 
-def _said(errors: str) -> tuple[str, ...]:
-    return tuple(line for line in errors.splitlines() if line.lower().startswith(("error:", "warning:")))
+def _said(errors: str, *others: str) -> tuple[str, ...]:
+    return tuple(line for line in errors.splitlines() if line.startswith(("error:", "warning:", *others)))
 
 
 def free_port() -> int:
