@@ -22,7 +22,7 @@ FAILED, MISUSED = 1, 2
 LONGEST_LINE = 1200
 LONGEST_MISTAKE = 300
 """Letters of what Typer says, which repeats what was typed."""
-REFUSAL_S = 2.0
+REFUSAL_S = 5.0
 """All ranks refuse a command line, the first says why, and torchrun ends every rank as soon as one has ended."""
 
 
