@@ -138,7 +138,7 @@ def test_a_winner_of_costs_that_are_too_low_does_not_hold_and_the_search_goes_on
         ((1.0, 1.0), (1.01, 0.975), "expert is faster than the winner, found"),
         # It is the fastest still, but much slower than it was found to be.
         ((1.0, 1.015), (1.1, 1.1), ""),
-        ((1.0, 1.25), (1.3, 1.3), "the winner, found, takes 25 % longer than it was found to"),
+        ((1.0, 1.025), (1.1, 1.1), "the winner, found, takes 2.5 % longer than it was found to"),
         ((1.0, 0.5), (1.1, 0.6), ""),
     ],
 )

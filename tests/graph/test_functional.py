@@ -16,11 +16,11 @@ from graph.errors import ImportFailure
 from graph.importing.exporting import export
 from graph.importing.functional import FunctionalProgram, functional_program
 from graph.zoo import build, hugging_face_names, zoo_names
-from tests.quick import few
+from tests.quick import FEW_NETWORKS, few
 
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")
 NETWORKS = (*zoo_names(), *hugging_face_names())
-QUICK = ("alexnet", "nmt", "dlrm", "xdl", "hf-llama", "hf-resnet")
+QUICK = (*FEW_NETWORKS, "xdl", "hf-llama", "hf-resnet")
 
 
 class _Module(nn.Module):

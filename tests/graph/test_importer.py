@@ -29,9 +29,6 @@ from tests.quick import FEW_NETWORKS, few
 from tests.reference.interpreter import interpret
 from tests.reference.rules import random_degrees
 
-# Networks that are looked at with their dropout, one of attention and a recurrent one.
-DROPPING = ("gpt2", "nmt")
-
 
 class _Module(nn.Module):
     """A module whose forward is a function of itself."""
@@ -60,18 +57,6 @@ def check_against_module(
 ) -> OperatorGraph:
     """Import and interpret; compare loss, gradients and buffers with one step of the module."""
     graph = import_module(module, args, kwargs, name="test")
-    check_graph(graph, module, args, tolerance, kwargs)
-    return graph
-
-
-def check_graph(
-    graph: OperatorGraph,
-    module: nn.Module,
-    args: Sequence[torch.Tensor],
-    tolerance: float,
-    kwargs: dict[str, Any] | None = None,
-) -> None:
-    """Interpret; compare loss, gradients and buffers with one step of the module."""
     tensors = [*args, *(kwargs or {}).values()]
     weights = {name: weight.detach().clone() for name, weight in module.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
@@ -88,16 +73,15 @@ def check_graph(
     for name, buffer in module.named_buffers():
         expected = step.buffers.get(name, buffers[name])
         torch.testing.assert_close(expected, buffer, rtol=tolerance, atol=tolerance)
+    return graph
 
 
 @pytest.mark.parametrize("name", zoo_names())
 def test_zoo_network_is_its_module(name: str) -> None:
-    module, args, graph = _imported(name)
-    if name in DROPPING:
-        # The module draws otherwise than the graph.
-        module, args = _in_double(name)
-        graph = import_module(module, args, name=name)
-    check_graph(graph, copy.deepcopy(module), args, 1e-7)
+    torch.manual_seed(0)
+    module, args, kwargs = build(name, "small")
+    _no_dropout(module)
+    graph = check_against_module(module.double(), [_double(a) for a in args], 1e-7, kwargs)
     irregular = {"adaptive_avg_pool2d"} if name == "alexnet" else set()  # 3 pixels are pooled to 2
     assert {operator for operator, _ in graph.unsplit} == irregular
     assert all(operator.splittable for operator in graph)
@@ -131,18 +115,12 @@ def test_zoo_network_in_random_parts_is_itself_whole(name: str) -> None:
 @functools.cache
 def _imported(name: str) -> tuple[nn.Module, list[torch.Tensor], OperatorGraph]:
     """Return a small network in float64, its inputs and its graph; several tests look at it."""
-    module, inputs = _in_double(name, dropout=name in DROPPING)
-    return module, inputs, import_module(module, inputs, name=name)
-
-
-def _in_double(name: str, *, dropout: bool = False) -> tuple[nn.Module, list[torch.Tensor]]:
-    """Return a small network in float64, with its dropout or without, and its inputs."""
     torch.manual_seed(1)
     module, args, kwargs = build(name, "small")
     assert not kwargs
-    if not dropout:
-        _no_dropout(module)
-    return module.double(), [_double(tensor) for tensor in args]
+    module.double()
+    inputs = [_double(tensor) for tensor in args]
+    return module, inputs, import_module(module, inputs, name=name)
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Every case compares in float64 with the graph, and the graph with the module itself, dropout included (`verify`). Data
 parallelism runs in float32, as users run it, and compares loss and gradients with the plain module. Random strategies
-run in float64, where rounding cannot hide a mistake nor a hundred layers amplify it, and compare two steps of
+run in float64, where rounding cannot hide a mistake nor a hundred layers amplify it, and compare three steps of
 training by torch.optim: losses, the first gradients, and how far every weight and buffer has moved. There
 dropout cannot be repeated by a plain module: every second random case goes without.
 """
@@ -107,7 +107,7 @@ def cases(quick: int, full: int) -> list[Any]:
 
 
 def check_network(pool: LocalPool, name: str, choice: str | int, *, makes_much_again: bool = False) -> None:
-    """Run two training steps of a network on two processes, and compare; perhaps with random groups made again."""
+    """Run three training steps of a network on two processes, and compare; perhaps with random groups made again."""
     network = network_of(name, choice)
     graph = graph_of(network)
     if choice == DATA_PARALLEL:

@@ -1,4 +1,4 @@
-"""Hugging Face networks, small presets, on two processes, all under --all: equal to one device, two steps long."""
+"""Hugging Face networks, small presets, on two processes, all under --all: equal to one device, three steps long."""
 
 from __future__ import annotations
 

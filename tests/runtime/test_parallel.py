@@ -1,4 +1,4 @@
-"""Every kind of split, on real processes: losses, every gradient and the weights at last equal the plain module's."""
+"""Every kind of split, on real processes: losses, every gradient and three steps' weights equal the plain module's."""
 
 from __future__ import annotations
 

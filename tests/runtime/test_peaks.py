@@ -202,17 +202,7 @@ def test_what_an_earlier_job_drew_takes_no_memory(pool: LocalPool) -> None:
     graph = graph_of("dropped", batch_size=20_000)
     strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
     model = reference("dropped", batch_size=20_000)
-    pool.run(
-        Job(
-            graph=graph,
-            strategy=strategy,
-            node_of=(0, 0),
-            training=Training(1),
-            model=model,
-            iterations=0,
-            warmup=1,
-        )
-    )
+    pool.run(Job(graph=graph, strategy=strategy, node_of=(0, 0), training=Training(1), model=model))
     perceptron = graph_of("perceptron", batch_size=BATCHES["perceptron"])
     check_against_a_run(pool, "perceptron", by_kind(perceptron, [AxisKind.SAMPLE], [0, 1]), "adam")
 
@@ -227,16 +217,7 @@ def test_what_an_earlier_job_brought_back_takes_no_memory(pool: LocalPool) -> No
     graph = import_module(module, args, kwargs, name="wide")
     strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
     model = ModelReference(f"{__name__}:wide")
-    job = Job(
-        graph=graph,
-        strategy=strategy,
-        node_of=(0, 0),
-        training=Training(2),
-        model=model,
-        iterations=0,
-        warmup=1,
-        collect=True,
-    )
+    job = Job(graph=graph, strategy=strategy, node_of=(0, 0), training=Training(2), model=model, collect=True)
     assert pool.run(job).weights is not None
     perceptron = graph_of("perceptron", batch_size=BATCHES["perceptron"])
     check_against_a_run(pool, "perceptron", by_kind(perceptron, [AxisKind.SAMPLE], [0, 1]), "adam")

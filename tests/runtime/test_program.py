@@ -323,8 +323,7 @@ def test_pushes_and_pulls_in_any_order_match_and_nothing_deadlocks(name: str, *,
     Of a step by itself updates are those of whole buckets.
     """
     graph, devices, pulled, early = graph_of(name), 4, 0, 0
-    # Views are of many operators.
-    for seed in range(3 if name == "viewed" else 8):
+    for seed in range(8):
         strategy = randomly_shared(random_strategy(graph, devices, seed), graph, seed)
         strategy = replace(without_kept_shares(strategy), synchronization=p3(60))
         plan = build_plan(graph, strategy, (0,) * devices)

@@ -29,12 +29,12 @@ from tests.runtime.pool import LocalPool
 from tests.runtime.random_graphs import RandomNetwork
 from tests.runtime.strategies import random_strategy, randomly_shared
 
-# float64: sums in another order, amplified by two steps.
+# float64: sums in another order, amplified by three steps.
 TOLERANCE = 1e-8
 # Gradients that are zero but for rounding.
 NOISE = 1e-12
 # A network whose loss grows so many times depends on every rounding: weights that differ by 1e-15 become others
-# altogether in its steps. Its first step alone is compared.
+# altogether in three steps. Its first step alone is compared.
 DIVERGED = 1e6
 PROCESSES = (2, 3, 4)
 
@@ -45,7 +45,7 @@ def reference(network: int, dtype: str = "float64") -> ModelReference:
 
 
 def make_job(graph: OperatorGraph, model: ModelReference, processes: int, network: int) -> Job:
-    """Return a job of two steps under a random strategy, on one node or several, with any optimizer.
+    """Return a job of three steps under a random strategy, on one node or several, with any optimizer.
 
     Of every second network the weights are shared at random.
     """

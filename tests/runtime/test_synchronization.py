@@ -65,29 +65,23 @@ def late(whole: Strategy, shared_one: Strategy, kind: str, size_bytes: int) -> S
     return replace(without_kept_shares(shared_one), synchronization=p3(size_bytes))
 
 
-def check(
-    pool: LocalPool, name: str, strategy: Strategy, optimizer: str, seed: int, *, verify: bool = False
-) -> None:
-    """Compare three steps, of which the second one ends what the first has left and leaves as much to the third."""
-    model = reference(name)
-    job = make_job(graph_of(name), strategy, model, optimizer, verify=verify)
-    result = pool.run(replace(shuffled(strategy, job, seed), warmup=3))
-    if verify:
-        assert result.verification is not None
-        assert result.verification.ok, result.verification.worst
-    assert_equal(result, train_plain(model, optimizer, steps=3))
-
-
 @pytest.mark.parametrize("kind", ["updates", "gathers", "pulls"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
-def test_what_is_late_gives_what_the_plain_module_gives(pool: LocalPool, name: str, kind: str) -> None:
-    graph = graph_of(name)
-    for seed, (devices, optimizer) in enumerate(((2, "momentum"), (4, "adam"))):
+def test_what_is_late_gives_what_the_plain_module_gives(
+    pool: LocalPool, name: str, optimizer: str, kind: str
+) -> None:
+    model, graph = reference(name), graph_of(name)
+    for seed, devices in enumerate((2, 4)):
         strategy = late(data_parallel(graph, devices), with_shared_updates(graph, devices), kind, 100)
         plan = build_plan(graph, strategy, (0,) * devices)
         assert len(plan.gather_order) > 1 or kind == "updates"
         assert len(plan.pulls) > 1 or kind != "pulls"
-        check(pool, name, strategy, optimizer, seed, verify=name == "perceptron")
+        job = shuffled(strategy, make_job(graph, strategy, model, optimizer), seed)
+        result = pool.run(job)
+        assert result.verification is not None
+        assert result.verification.ok, result.verification.worst
+        assert_equal(result, train_plain(model, optimizer))
 
 
 @pytest.mark.parametrize("kind", ["updates", "gathers", "pulls"])
@@ -97,10 +91,11 @@ def test_random_strategies_with_what_is_late_give_what_the_plain_module_gives(
     pool: LocalPool, name: str, seed: int, kind: str
 ) -> None:
     """Weights that are split, kept in shares, read as copies of parts, through views, or by several, among them."""
-    graph = graph_of(name)
+    model, graph = reference(name), graph_of(name)
     drawn = random_strategy(graph, 4, seed)
     strategy = late(drawn, randomly_shared(drawn, graph, seed), kind, 60)
-    check(pool, name, strategy, "momentum", seed)
+    job = shuffled(strategy, make_job(graph, strategy, model), seed)
+    assert_equal(pool.run(job), train_plain(model))
 
 
 def integers(pool: LocalPool, synchronization: Synchronization, devices: int, *, sharing: bool) -> JobResult:
@@ -236,7 +231,7 @@ def _issued(rank: int, count: int, meeting: str, name: str = "convolutions") -> 
 
 @cache
 def _of_three_ranks(body: Callable[[int, int, str], list[list[Any]]]) -> list[list[list[Any]]]:
-    """Return what three ranks started, of one run for all tests."""
+    """Return what each of three ranks has started in each step, of one run for several tests."""
     return run_ranks(body, 3)
 
 

@@ -106,7 +106,7 @@ LINKS = SOME_MEASURED
 
 def strategies_of(graph: OperatorGraph, count: int) -> list[Strategy]:
     rng = np.random.default_rng(3)
-    few = 24 if count < 16 else 8
+    few = 40 if count < 16 else 12
     return [
         data_parallel(graph, count),
         single_device(graph, count - 1),

@@ -80,7 +80,7 @@ class Confirmation:
         if winner.after_s > (1 + TOLERANCE) * fastest.after_s:
             return f"{fastest.name} is faster than the winner, {winner.name}"
         slower = winner.after_s / winner.before_s - 1
-        return f"the winner, {winner.name}, takes {slower * 100:.0f} % longer than it was found to"
+        return f"the winner, {winner.name}, takes {slower * 100:.1f} % longer than it was found to"
 
     def says(self) -> str:
         """Return the steps before and after in words."""
