@@ -16,21 +16,22 @@ def adds_up_samples(graph: OperatorGraph) -> bool:
 
     That number may be one by their count, which the graph does not tell from any other.
     """
-    return _adds_up(graph, graph.loss)
-
-
-def _adds_up(graph: OperatorGraph, value: str) -> bool:
-    made = graph.producer.get(value)
-    if made is None:
-        return False
-    operator = graph.operators[made[0]]
-    name, reduction = base_name(operator.target), dict(operator.arguments).get("reduction", NONE)
-    if reduction != NONE:
-        return bool(reduction == SUM)
-    if name in _REDUCTIONS and _reduces_samples(operator) and _is_of_samples(graph, operator.inputs[0]):
-        return name == "sum"
-    if name in ("add", "sub", *_REDUCTIONS) or (name in _SCALINGS and len(operator.inputs) == 1):
-        return any(_adds_up(graph, operand) for operand in operator.inputs)
+    left = [graph.loss]
+    while left:
+        made = graph.producer.get(left.pop())
+        if made is None:
+            continue
+        operator = graph.operators[made[0]]
+        name, reduction = base_name(operator.target), dict(operator.arguments).get("reduction", NONE)
+        reduces = (
+            name in _REDUCTIONS and _reduces_samples(operator) and _is_of_samples(graph, operator.inputs[0])
+        )
+        if reduction == SUM or (reduces and name == "sum"):
+            return True
+        if reduction != NONE or reduces:
+            continue
+        if name in ("add", "sub", *_REDUCTIONS) or (name in _SCALINGS and len(operator.inputs) == 1):
+            left += operator.inputs
     return False
 
 

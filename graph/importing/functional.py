@@ -285,6 +285,14 @@ class _Rewriting:
             elif nodes is given:
                 self.nodes[old] = new
 
+    def is_buffer(self, node: object) -> bool:
+        """Return whether a node is a buffer of the program: within a part of it inputs may have the same names."""
+        return (
+            isinstance(node, fx.Node)
+            and node.graph is self.program.graph
+            and self.kinds.get(node.name) is InputKind.BUFFER
+        )
+
     def is_only_name(self, node: fx.Node) -> bool:
         """Return whether no other node of the new graph is a name for the memory of `node`'s result."""
         call = node.args[0] if node.target is python_operator.getitem else node
@@ -295,11 +303,7 @@ class _Rewriting:
 
     def is_own_buffer(self, node: object) -> bool:
         """Return whether a node is a buffer that one call of the program takes, and no other."""
-        return (
-            isinstance(node, fx.Node)
-            and self.kinds.get(node.name) is InputKind.BUFFER
-            and len(node.users) == 1
-        )
+        return isinstance(node, fx.Node) and self.is_buffer(node) and len(node.users) == 1
 
 
 def _rewriter(node: fx.Node) -> Callable[[_Rewriting, fx.Node], None]:
@@ -381,7 +385,7 @@ def _in_place(rewriting: _Rewriting, node: fx.Node) -> None:
     """Rewrite an in-place operator as the one that returns its result, and let all that follows read that result."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    if node.target is _ATEN.add_.Tensor and rewriting.kinds.get(source.name) is InputKind.BUFFER:
+    if node.target is _ATEN.add_.Tensor and rewriting.is_buffer(source):
         _count(rewriting, node)
         return
     written = rewriting.nodes[source]

@@ -161,7 +161,8 @@ class LaunchedRanks:
             RankFailure: this rank or another one failed; the message names the rank and the reason.
             KeyboardInterrupt, SystemExit: a signal came; `cause_of_signal` returns a rank's failure that caused it.
         """
-        begin_profiling()
+        if self._device == "cpu":  # GPUs' peaks are their allocator's
+            begin_profiling()
         outcome: dict[str, Any] = {}
 
         def run() -> None:

@@ -57,17 +57,20 @@ def measure_peak(step: Callable[[], None], device: torch.device) -> MeasuredPeak
 
 def begin_profiling() -> None:
     """Use torch's profiler once, in the main thread: first used in another one, its library writes an error line."""
-    # It writes other lines to standard error otherwise.
-    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    with torch.autograd.profiler.profile(use_kineto=True):
+    with _profile():
         pass
 
 
-def _cpu_peak_bytes(step: Callable[[], None]) -> int:
+def _profile() -> torch.autograd.profiler.profile:
+    # Its library writes lines to standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    before = bytes_alive(candidate for candidate in gc.get_objects() if type(candidate) in _TENSORS)
     # Not torch.profiler: it imports torch's compiler, a second of every rank's.
-    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profiled:
+    return torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+
+
+def _cpu_peak_bytes(step: Callable[[], None]) -> int:
+    before = bytes_alive(candidate for candidate in gc.get_objects() if type(candidate) in _TENSORS)
+    with _profile() as profiled:
         step()
     results = profiled.kineto_results
     if results is None:

@@ -248,6 +248,28 @@ def _rotated(self: _Module, values: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(states.transpose(1, 2).contiguous().contiguous().to(torch.float64), values)
 
 
+class _Renewed(nn.Module):
+    """A norm that is applied without gradients, and of which the new statistics are read outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            mean = self.norm(values).mean()
+        result: torch.Tensor = mean * values.transpose(1, 2) + self.norm.running_mean
+        return result
+
+
+def _normed_apart(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(self.parts[0](values * self.weight), values)
+
+
+def test_a_part_without_gradients_that_updates_buffers_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _check(monkeypatch, _Module(_normed_apart, _Renewed()), (torch.zeros(4, 6, 6),), {})
+
+
 def test_calls_without_gradients_are_calls_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _check(monkeypatch, _Module(_rotated, _Rotation()), (torch.ones(4, 6, 6),), {})
 
