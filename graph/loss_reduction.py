@@ -36,7 +36,7 @@ def adds_up_samples(graph: OperatorGraph) -> bool:
 
 
 def _reduces_samples(operator: Operator) -> bool:
-    """Return whether samples are among what a reduction reduces; a single one is no axis."""
+    """Return whether a reduction reduces the axis of samples, which a single sample does not have."""
     space = operator.space
     kept = {factor.axis for dim in space.outputs[0] for factor in dim}
     samples = [number for number, axis in enumerate(space.axes) if axis.kind is AxisKind.SAMPLE]

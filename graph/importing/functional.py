@@ -382,7 +382,7 @@ def _contiguous_copy(rewriting: _Rewriting, node: fx.Node, source: fx.Node) -> f
 
 
 def _in_place(rewriting: _Rewriting, node: fx.Node) -> None:
-    """Rewrite an in-place operator as the one that returns its result, and let all that follows read that result."""
+    """Rewrite an in-place operator as the one that returns its result, and let all later calls read that result."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     if node.target is _ATEN.add_.Tensor and rewriting.is_buffer(source):

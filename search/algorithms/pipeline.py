@@ -197,7 +197,7 @@ class _PipelineSearch:
             self._keep_activations(*min(found, key=lambda best: best[0]))
 
     def _keep_activations(self, best: Outcome, staging: Staging) -> None:
-        """Of the best leave out what the walk makes again for nothing: all of a stage, where that is no worse."""
+        """Leave out of the best staging the recomputation of each stage that is no worse without."""
         for stage in range(staging.stages):
             kept = staging.recomputed - set(self.stagings.segments(staging, stage))
             strategy = self.stagings.strategy(replace(staging, recomputed=kept))

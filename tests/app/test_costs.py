@@ -10,7 +10,8 @@ import pytest
 from app.db.records import OpCostRecord
 from app.db.store import Store
 from app.services.costs.machine import describe
-from app.services.costs.operator_costs import cost_records
+from app.services.costs.operator_costs import DatabaseCosts, cost_records
+from graph.errors import CostError
 from profiler.devices import available_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions, measure_call
 from profiler.workers import CallResult
@@ -91,3 +92,12 @@ def test_a_gpus_launch_time_is_stored(database: Path) -> None:
         same(found[outcome.phase], outcome)
         assert outcome.launch_s is not None
         assert 0 < outcome.launch_s < 1
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, r" \(and 2 more\)")])
+def test_what_is_not_measured_is_refused_with_its_number(database: Path, count: int, more: str) -> None:
+    with Store.open(database) as store:
+        (group,) = describe(store, [available_devices("cpu")[0]]).groups
+        source = DatabaseCosts(store, group.kind, group.kind_id, group.environment_id, "fail")
+        with pytest.raises(CostError, match=f"not measured on .*, must be{more}; run app profile"):
+            source.resolve([matrix_product(size, 8, 8) for size in range(1, count + 1)], group.kind.name)

@@ -47,6 +47,11 @@ class Counting(Net):
         return loss
 def counting(batch_size=4):
     return Counting(), fine(batch_size)[1], {}
+class Summing(Net):
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y, reduction="sum") / 2
+def summing(batch_size=4):
+    return Summing(), fine(batch_size)[1], {}
 """
 
 
@@ -336,6 +341,18 @@ def test_a_network_that_reads_what_it_renews_is_refused_before_anything_is_measu
 
 
 # ---- app compare
+
+
+@pytest.mark.parametrize(
+    ("factory", "count", "warned"), [("summing", 2, 1), ("summing", 1, 0), ("fine", 2, 0)]
+)
+def test_a_loss_that_adds_up_samples_is_warned_of(
+    own: None, command: Command, factory: str, count: int, warned: int
+) -> None:
+    network = ("--model", f"own_batches:{factory}", "--batch-size", "8", "--micro-batches", str(count))
+    found = command("search", *network, "--topology", "p100-cluster", "--devices", "2", "--proposals", "3")
+    assert found.code == 0, found.errors
+    assert found.errors.count("adds up samples, and a step's is the mean of its micro-batches'") == warned
 
 
 @pytest.mark.usefixtures("known_links")
