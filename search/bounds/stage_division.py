@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from search.kernels.stage_division import RunCosts, StageLimits, Suffixes, put_stage_before
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -49,13 +51,11 @@ class StageCosts:
     entering_bytes_B: Array
 
     @cached_property
-    def of_runs(self) -> tuple[Array, Array, Array, Array]:
-        """Time of a micro-batch and of a step, static bytes and those of a micro-batch, of every run of segments."""
-        micro, kept = (
-            np.subtract.outer(of_B, of_B).T.astype(np.float64)
-            for of_B in (self.micro_ns_B, self.kept_bytes_B)
-        )
-        return micro, self.once_ns_BB, self.static_bytes_BB, kept + self.entering_bytes_B[:, None]
+    def of_runs(self) -> RunCosts:
+        """What every run of segments takes and keeps."""
+        micro, kept = (np.subtract.outer(of_B, of_B) for of_B in (self.micro_ns_B, self.kept_bytes_B))
+        of_runs = micro, self.once_ns_BB.T, self.static_bytes_BB.T, kept + self.entering_bytes_B
+        return RunCosts(*(np.ascontiguousarray(each, np.float64) for each in of_runs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +112,23 @@ class StageTable:
         costs = next(option.costs for options in self.options for option in options)
         object.__setattr__(self, "segments", len(costs.micro_ns_B) - 1)
 
+    @cached_property
+    def transfers_ns_OB(self) -> dict[tuple[int, int], Array]:  # noqa: N802 - the shape suffix
+        """What a micro-batch takes to each option of a stage, by its first device and the option of the one before."""
+        of_options: dict[tuple[int, int], list[Array]] = {}
+        for (device, before, _), transfer_ns_B in sorted(
+            self.transfer_ns_B.items(), key=lambda item: item[0]
+        ):
+            of_options.setdefault((device, before), []).append(transfer_ns_B)
+        return {key: np.stack(arrays).astype(np.float64) for key, arrays in of_options.items()}
+
+    @cached_property
+    def nothing_ahead(self) -> tuple[Array, Array]:
+        """The sums and transfers behind the last stage, of one option: there is nothing behind the last segment."""
+        ahead_ns_OB = np.full((1, self.segments + 1), inf)
+        ahead_ns_OB[0, -1] = 0
+        return ahead_ns_OB, np.zeros_like(ahead_ns_OB)
+
     def in_flight(self, stages_from_it: int) -> int:
         """Return how many micro-batches a stage has in flight, by how many stages there are from it on."""
         return self.micro_batches if self.keeps_all else min(self.micro_batches, stages_from_it)
@@ -142,26 +159,16 @@ def divided(table: StageTable, most_stages: int, *, step: float = 0.0) -> Divisi
     return min(divisions(table, most_stages, step=step), key=lambda division: division.total_ns, default=None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Suffixes:
-    """The least sums of all that is from a device on, by option and boundary; and how it goes on."""
-
-    sum_ns_OB: Array
-    end_OB: Array
-    next_OB: Array
-
-
 def _of_least_sum(table: StageTable, most_stages: int, bound_ns: float) -> Division | None:
     """Return the division of the least sum whose most is below a bound."""
     devices = len(table.options)
     # By the number of stages, and the device that the first of them begins with.
-    suffixes: dict[tuple[int, int], _Suffixes] = {}
-    runs = _Runs(table, bound_ns)
+    suffixes: dict[tuple[int, int], Suffixes] = {}
     for stages in range(1, min(most_stages, devices, table.segments) + 1):
         for device in range(devices):
             if not table.options[device]:
                 continue
-            found = _suffixes(runs, suffixes, stages, device)
+            found = _suffixes(table, suffixes, stages, device, bound_ns)
             if found is not None:
                 suffixes[stages, device] = found
     firsts = [
@@ -176,69 +183,33 @@ def _of_least_sum(table: StageTable, most_stages: int, bound_ns: float) -> Divis
     return _followed(table, suffixes, stages, option)
 
 
-class _Runs:
-    """What a micro-batch takes in runs of segments of a table and between them; infinite beyond bound or memory."""
-
-    def __init__(self, table: StageTable, bound_ns: float) -> None:
-        self.table = table
-        self.bound_ns = bound_ns
-        # Many options have the same costs, and many numbers of stages as many micro-batches in flight.
-        self._micro_ns: dict[tuple[int, int, int], Array] = {}
-        self._transfer_ns: dict[tuple[int, int], Array] = {}
-
-    def micro_ns_BB(self, option: StageOption, in_flight: int) -> Array:  # noqa: N802 - the shape suffix
-        """Return the nanoseconds of a run by where it begins (rows) and ends."""
-        key = id(option.costs), option.capacity_bytes, in_flight
-        if key not in self._micro_ns:
-            micro, once, static, kept = option.costs.of_runs
-            fits = static + in_flight * kept <= option.capacity_bytes
-            fits &= (self.table.micro_batches - 1) * micro + once < self.bound_ns
-            self._micro_ns[key] = np.where(np.triu(fits, 1), micro, inf)
-        return self._micro_ns[key]
-
-    def transfer_ns_OB(self, device: int, before: int) -> Array:  # noqa: N802 - the shape suffix
-        """Return the nanoseconds of a transfer to each option of a stage that begins with a device.
-
-        before: the number of the option of the stage before.
-        """
-        key = device, before
-        if key not in self._transfer_ns:
-            options = range(len(self.table.options[device]))
-            transfers = np.stack([self.table.transfer_ns_B[device, before, option] for option in options])
-            is_within = (self.table.micro_batches - 1) * transfers < self.bound_ns
-            self._transfer_ns[key] = np.where(is_within, transfers, inf)
-        return self._transfer_ns[key]
-
-
 def _suffixes(
-    runs: _Runs, later: Mapping[tuple[int, int], _Suffixes], stages: int, device: int
-) -> _Suffixes | None:
+    table: StageTable, later: Mapping[tuple[int, int], Suffixes], stages: int, device: int, bound_ns: float
+) -> Suffixes | None:
     """Return the least sums of so many stages from a device on; None where there are none."""
-    table = runs.table
     options, boundaries = table.options[device], table.segments + 1
-    every = np.arange(boundaries)
-    sum_ns = np.full((len(options), boundaries), inf)
-    end, following = (np.zeros((len(options), boundaries), np.int64) for _ in range(2))
+    found = Suffixes(
+        np.full((len(options), boundaries), inf),
+        *(np.zeros((len(options), boundaries), np.int64) for _ in range(2)),
+    )
     for number, option in enumerate(options):
         next_device = device + option.devices
-        ahead = np.full(boundaries, inf)
-        if stages == 1:
-            if next_device == len(table.options):
-                ahead[-1] = 0
+        if stages == 1 and next_device == len(table.options):
+            ahead_ns_OB, transfer_ns_OB = table.nothing_ahead
         elif (stages - 1, next_device) in later:
-            sums = later[stages - 1, next_device].sum_ns_OB + runs.transfer_ns_OB(next_device, number)
-            following[number] = sums.argmin(axis=0)
-            ahead = sums[following[number], every]
-        if not (ahead < inf).any():
+            ahead_ns_OB = later[stages - 1, next_device].sum_ns_OB
+            transfer_ns_OB = table.transfers_ns_OB[next_device, number]
+        else:
             continue
-        sums = runs.micro_ns_BB(option, table.in_flight(stages)) + ahead
-        end[number] = sums.argmin(axis=1)
-        sum_ns[number] = sums[every, end[number]]
-    return _Suffixes(sum_ns, end, following) if (sum_ns < inf).any() else None
+        limits = StageLimits(
+            float(table.in_flight(stages)), float(option.capacity_bytes), table.micro_batches - 1.0, bound_ns
+        )
+        put_stage_before(option.costs.of_runs, limits, ahead_ns_OB, transfer_ns_OB, found, number)
+    return found if (found.sum_ns_OB < inf).any() else None
 
 
 def _followed(
-    table: StageTable, suffixes: Mapping[tuple[int, int], _Suffixes], stages: int, option: int
+    table: StageTable, suffixes: Mapping[tuple[int, int], Suffixes], stages: int, option: int
 ) -> Division:
     """Return the division that begins with an option and has so many stages."""
     choices: list[StageChoice] = []
@@ -258,7 +229,7 @@ def priced(table: StageTable, stages: Sequence[StageChoice]) -> Division:
     before: StageChoice | None = None
     for stage in stages:
         costs = table.options[stage.device][stage.option].costs
-        micro_ns, once_ns = (int(of_runs[stage.first, stage.last]) for of_runs in costs.of_runs[:2])
+        micro_ns, once_ns = (int(of_runs[stage.last, stage.first]) for of_runs in costs.of_runs[:2])
         sum_ns += micro_ns
         most_ns = max(most_ns, (table.micro_batches - 1) * micro_ns + once_ns)
         if before is not None:

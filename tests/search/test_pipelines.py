@@ -250,7 +250,7 @@ def test_stages_are_predicted_to_take_and_keep_about_what_is_simulated(name: str
         peaks = layout.peak_memory_D
         _, _, static, kept = table.options[0][0].costs.of_runs
         for place, stage in enumerate(division.stages):
-            run = stage.first, stage.last
+            run = stage.last, stage.first
             predicted = static[run] + table.in_flight(count - place) * kept[run]
             simulated = peaks[stage.device : stage.device + split.devices].max()
             assert 0.85 * simulated <= predicted <= 2.5 * simulated
