@@ -2,7 +2,8 @@
 
 A stretch is a range of operators (`graph.operator_ranges`) whose members, the operators of it that the loss depends
 on, are executed one after the other on every device, forward and backward, with nothing sent, received, gathered,
-assembled or made again in between. Operators of the range that only renew buffers run later, as ever.
+assembled or made again in between. Operators of the range that only renew buffers run later, as ever; what they alone
+read (statistics of a batch norm) is sent behind the stretch, since nothing waits for it before the backward's end.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def _cuts(plan: Plan) -> set[int]:
     """Return the operators before which no stretch goes on: something happens between them and the one before."""
     graph = plan.graph
     before: set[int] = set()
+    renewing = frozenset(graph.order.of_buffers)
     for name, assemblies in plan.exchanges.items():
+        if renewing.issuperset(reader for reader, _ in graph.consumers[name]):
+            continue
         producer = graph.producer[name][0]
         if plan.collectives[name] or any(assembly.remote_pieces for assembly in assemblies):
             before.add(producer + 1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from graph.calls import LocalCall
+from graph.compiled_calls import COMPILED, parts_in
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
 from profiler.exclusive import held
@@ -32,6 +33,8 @@ from profiler.processors import processor_facts
 from profiler.reference import ReferenceKernel
 
 CALL_LIMIT_S = 60.0
+# More for each part of a compiled call, for its compilation: one of 40 operators takes tens of seconds on a busy core.
+PART_LIMIT_S = 3.0
 START_LIMIT_S = 120.0
 # A device whose worker does not come up so often in a row is not tried again.
 MOST_FAILED_STARTS = 3
@@ -159,7 +162,8 @@ def _require_usable(workers: Sequence[_DeviceWorker]) -> None:
 class WorkerPool:
     """Workers on `devices`; a context manager.
 
-    `call_limit_s` bounds the measuring of one call, all phases together; `start_limit_s` the start of a worker.
+    `call_limit_s` bounds the measuring of one call, all phases together, of a compiled one with `PART_LIMIT_S` more for
+    each of its parts; `start_limit_s` the start of a worker.
 
     Raises:
         UsageError: there is no device, or one is named twice.
@@ -298,7 +302,10 @@ class WorkerPool:
     def _limit_s(self, worker: _DeviceWorker) -> float:
         if not worker.ready:
             return self._start_limit_s
-        return self._call_limit_s if worker.started else TURN_LIMIT_S
+        if not worker.started or worker.call is None:
+            return TURN_LIMIT_S
+        parts = parts_in(worker.call.arguments) if worker.call.target == COMPILED else ()
+        return self._call_limit_s + len(parts) * PART_LIMIT_S
 
     def _receive(self, worker: _DeviceWorker) -> Iterator[CallResult]:
         if worker.process is None:

@@ -27,7 +27,7 @@ from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Plan
 from graph.rules import local_calls
 from graph.schedule import Phase
-from graph.stretches import check_compiled
+from graph.stretches import check_compiled, members
 from profiler.operators import ExecutionContext, compile_call
 from runtime.instructions.base import Instruction, Slots
 from runtime.instructions.compute import (
@@ -318,15 +318,29 @@ class _Lowering:
                 if pairs:
                     self.instructions.append(Detach(pairs))
             self.instructions.extend(self.prefetch.after_forward(index))
-            outputs = self.graph.operators[index].outputs
-            self.instructions.extend(
-                self.transfers.issue(
-                    [
-                        ValueTransfer(value, value, self.plan.exchanges[value], self.plan.collectives[value])
-                        for value in outputs
-                    ]
+            for executed in self._executed_with.get(index, (index,)):
+                self.instructions.extend(
+                    self.transfers.issue(
+                        [
+                            ValueTransfer(
+                                value, value, self.plan.exchanges[value], self.plan.collectives[value]
+                            )
+                            for value in self.graph.operators[executed].outputs
+                        ]
+                    )
                 )
-            )
+
+    @cached_property
+    def _executed_with(self) -> dict[int, tuple[int, ...]]:
+        """For the operators of stretches that are compiled: none, but for the last one, which has all of them.
+
+        It is the last one of all ranks, so that every rank issues messages in the same order.
+        """
+        executed: dict[int, tuple[int, ...]] = {}
+        for stretch in self.plan.strategy.compiled:
+            inside = members(self.plan, stretch)
+            executed |= {**dict.fromkeys(inside, ()), inside[-1]: inside}
+        return executed
 
     def _is_recomputed(self, node: Node) -> bool:
         return node.active and self._group_of[node.operator] >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,32 +11,46 @@ import pytest
 from graph.calls import LocalCall, call_from_json
 from graph.compiled_calls import PartCall, compiled_call, parts_of
 from graph.errors import StrategyError
+from graph.importer import import_module
 from graph.operator_ranges import OperatorRange
-from graph.operators import Slot, TensorSpec
-from graph.plan import build_plan
+from graph.operators import OperatorGraph, Slot, TensorSpec
+from graph.plan import Plan, build_plan
 from graph.rules import backward_flops, flops
 from graph.strategy import Strategy, strategy_from_json
 from graph.stretches import check_compiled, members, stretches
-from runtime.instructions.base import WrappedInstruction
+from runtime.instructions.base import Communication, Instruction, WrappedInstruction
 from runtime.instructions.compute import Assemble, Call, Detach, Differentiate, Loss, Release, Seed
+from runtime.instructions.messages import Exchange, Receive
 from runtime.lowering.program import compile_program
+from runtime.lowering.tensor_slots import TensorSlots
 from search.space.baselines import data_parallel
-from tests.runtime.oracle import graph_of
+from tests.runtime.oracle import SEED, graph_of, reference
 from tests.runtime.strategies import groups_of, random_strategy, randomly_shared
 
 torch = pytest.importorskip("torch")
 
 CPU = torch.device("cpu")
-NAMES = ("convolutions", "dropped", "perceptron", "recurrent")
+# "normalized": batch normalization by each part's own statistics, which its running ones alone read.
+NAMES = ("convolutions", "dropped", "normalized", "perceptron", "recurrent")
 # What may stand between two calls of a stretch: nothing that another rank, or a later step, has a part in.
 LOCAL = (Call, Detach, Release, Loss, Seed, Differentiate)
+
+
+def _graph(name: str) -> OperatorGraph:
+    if name != "normalized":
+        return graph_of(name)
+    module, args, _ = reference("convolutions").build(SEED)
+    return import_module(module, args, name=name, batch_norm="local")
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_is_communicated_within_a_stretch(name: str, seed: int) -> None:
-    """The instructions of every rank, where nothing is compiled, say what happens between a stretch's calls."""
-    graph = graph_of(name)
+    """The instructions of every rank, where nothing is compiled, say what happens between a stretch's calls.
+
+    What only the operators that renew buffers read, after the backward, may be sent in between.
+    """
+    graph = _graph(name)
     strategy = random_strategy(graph, 2 + 2 * (seed % 2), seed)
     if seed % 3 == 1:
         strategy = randomly_shared(strategy, graph, seed)
@@ -47,7 +62,7 @@ def test_nothing_is_communicated_within_a_stretch(name: str, seed: int) -> None:
         executed = [
             item.inner if isinstance(item, WrappedInstruction) else item for item in program.instructions
         ]
-        slots = _outputs(plan, rank)
+        slots, late = _outputs(plan, rank), _late(plan, rank, executed)
         for stretch in stretches(plan):
             own = {slot for index in members(plan, stretch) for slot in slots.get(index, ())}
             places = [
@@ -57,10 +72,25 @@ def test_nothing_is_communicated_within_a_stretch(name: str, seed: int) -> None:
             ]
             if places:
                 between = executed[places[0] : places[-1] + 1]
-                assert all(isinstance(item, LOCAL) for item in between), between
+                assert all(isinstance(item, LOCAL) or late.issuperset(item.touches) for item in between), (
+                    between
+                )
                 # One backward, which differentiates all of it.
                 segments = [item for item in executed if isinstance(item, Differentiate)]
                 assert sum(not own.isdisjoint(item.outputs) for item in segments) <= 1
+
+
+def _late(plan: Plan, rank: int, executed: Sequence[Instruction]) -> set[int]:
+    """Return the slots that a rank makes or receives for operators after its backward alone."""
+    graph, slots = plan.graph, TensorSlots(plan, rank)
+    end = max((place for place, item in enumerate(executed) if isinstance(item, Differentiate)), default=0)
+    late = {slot for item in executed[end:] if isinstance(item, Receive) for slot in item.arrivals}
+    late -= {slot for item in executed[:end] if isinstance(item, Receive) for slot in item.arrivals}
+    for (index, _, position), slot in slots.outputs.items():
+        readers = {reader for reader, _ in graph.consumers[graph.operators[index].outputs[position]]}
+        if readers and readers.isdisjoint(graph.order.of_loss):
+            late.add(slot)
+    return late
 
 
 def _outputs(plan: object, rank: int) -> dict[int, list[int]]:
@@ -77,7 +107,7 @@ def _outputs(plan: object, rank: int) -> dict[int, list[int]]:
 def test_a_compiled_program_does_all_that_the_plain_one_does_and_reads_what_is_made(
     name: str, seed: int
 ) -> None:
-    graph = graph_of(name)
+    graph = _graph(name)
     plain = random_strategy(graph, 2 + 2 * (seed % 2), seed)
     node_of = (0,) * plain.device_count
     compiled = replace(plain, compiled=stretches(build_plan(graph, plain, node_of)))
@@ -98,7 +128,20 @@ def test_a_compiled_program_does_all_that_the_plain_one_does_and_reads_what_is_m
             ]
             for program in (apart, together)
         ]
-        assert others[0] == others[1]
+        late = _late(build_plan(graph, plain, node_of), rank, apart)
+        for is_late in (False, True):
+            # What is sent of a stretch for operators after the backward is sent behind it, in the same order.
+            first, second = (
+                [
+                    item
+                    for item in program
+                    if (issubclass(item[0], Exchange) and late.issuperset(item[1])) == is_late
+                ]
+                for program in others
+            )
+            assert first == second
+        messages = [[item for item in program if issubclass(item[0], Communication)] for program in others]
+        assert messages[0] == messages[1]
         makers = [item for item in apart if isinstance(item, Call | Assemble)]
         made = {slot for item in makers for slot in _made(item)}
         there: set[int] = set()
@@ -117,6 +160,33 @@ def _made(item: object) -> tuple[int, ...]:
     if isinstance(item, Call):
         return item.outputs
     return (item.target,) if isinstance(item, Assemble) else ()
+
+
+def test_what_running_statistics_alone_read_ends_no_stretch_and_is_sent_behind_it() -> None:
+    graph = _graph("normalized")
+    plain = data_parallel(graph, 2)
+    plan = build_plan(graph, plain, (0, 0))
+    (whole,) = stretches(plan)
+    # The parts of the loss are joined before its last operator.
+    assert members(plan, whole) == graph.order.of_loss[:-1]
+    assert "soapstone.running_statistics" in {
+        graph.operators[index].target for index in graph.order.of_buffers
+    }
+    program = compile_program(build_plan(graph, replace(plain, compiled=(whole,)), (0, 0)), 0, CPU)
+    executed = [item.inner if isinstance(item, WrappedInstruction) else item for item in program.instructions]
+    late = _late(plan, 0, executed)
+    (exchange,) = (
+        place
+        for place, item in enumerate(executed)
+        if isinstance(item, Exchange) and late.issuperset(item.touches)
+    )
+    touched = set(executed[exchange].touches)
+    (stretch,) = (
+        place
+        for place, item in enumerate(executed)
+        if isinstance(item, Call) and not touched.isdisjoint(item.outputs)
+    )
+    assert exchange == stretch + 1
 
 
 def test_one_device_is_one_stretch_and_a_bucket_ends_one() -> None:

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from graph.calls import LocalCall
+from graph.compiled_calls import COMPILED, PartCall, compiled_call
 from graph.errors import RuntimeFailure, UsageError
 from graph.texts import describe_exit
-from profiler import processes
+from profiler import processes, workers
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions
 from profiler.pinning import can_pin, usable_cores
@@ -107,6 +108,20 @@ def test_hanging_call_ends_at_its_limit_and_the_others_are_measured() -> None:
             assert _reasons(result) == ["took longer than its limit of 2 s, so its worker was ended"] * 2
         else:
             assert _reasons(result) == []
+
+
+def test_compiled_call_has_more_time_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PART_LIMIT_S", 0.5)
+    hanging = long_matrix_product()
+    part = PartCall(hanging, tuple(range(len(hanging.inputs))))
+    compiled = compiled_call(hanging.inputs, [part, part], [len(hanging.inputs)])
+    with WorkerPool(cpu_devices(1), QUICK, call_limit_s=1.0) as pool:
+        results = list(pool.measure([compiled, hanging]))
+    limits = {result.call.target: set(_reasons(result)) for result in results}
+    assert limits == {
+        COMPILED: {"took longer than its limit of 2 s, so its worker was ended"},
+        hanging.target: {"took longer than its limit of 1 s, so its worker was ended"},
+    }
 
 
 def test_worker_that_dies_idle_costs_nothing() -> None:

@@ -8,13 +8,23 @@ import pytest
 import torch
 
 from graph.axes import AxisKind
+from graph.importer import import_module
 from graph.operators import OperatorGraph
 from graph.plan import build_plan
 from graph.strategy import Strategy
 from graph.stretches import stretches
 from profiler.operators.counter_rng import keep_mask
 from tests.quick import few, seeds
-from tests.runtime.oracle import TOLERANCE, assert_equal, compare, graph_of, make_job, reference, train_plain
+from tests.runtime.oracle import (
+    SEED,
+    TOLERANCE,
+    assert_equal,
+    compare,
+    graph_of,
+    make_job,
+    reference,
+    train_plain,
+)
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, random_strategy
 
@@ -62,6 +72,26 @@ def test_compiled_dropout_draws_the_same_in_every_step(pool: LocalPool) -> None:
     assert apart.weights is not None
     expected = {name: torch.as_tensor(weight) for name, weight in apart.weights.items()}
     compare(together.weights, expected, TOLERANCE, "weight")
+
+
+def test_statistics_of_each_part_are_sent_behind_the_stretch_that_makes_them(pool: LocalPool) -> None:
+    model = reference("convolutions")
+    module, args, _ = model.build(SEED)
+    graph = import_module(module, args, name="local", batch_norm="local")
+    plain = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
+    compiled = with_stretches(graph, plain)
+    (whole,) = compiled.compiled
+    # The parts of the loss are joined before its last operator.
+    assert (whole.first, whole.last) == (graph.order.of_loss[0], graph.order.of_loss[-2])
+    # Verifying would compile all of it once more.
+    apart, together = (
+        pool.run(replace(make_job(graph, strategy, model), verify=False)) for strategy in (plain, compiled)
+    )
+    assert together.losses == pytest.approx(apart.losses, rel=1e-5)
+    for name in ("gradients", "weights", "buffers"):
+        made, expected = getattr(together, name), getattr(apart, name)
+        assert made.keys() == expected.keys()
+        compare(made, {key: torch.as_tensor(value) for key, value in expected.items()}, TOLERANCE, name)
 
 
 def test_a_mask_of_a_step_in_a_tensor_is_that_of_the_step() -> None:
