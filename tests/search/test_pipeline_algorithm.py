@@ -19,6 +19,7 @@ from search.algorithms.pipeline import pipeline
 from search.algorithms.staging import Staging, Stagings, pipeline_baselines
 from search.algorithms.weight_sharding import share_weights
 from search.bounds.pipeline_costs import NO_SAVING
+from search.bounds.stage_division import divisions
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.evaluate.evaluator import outcome
@@ -210,6 +211,19 @@ def test_the_divisions_are_near_the_best_contiguous_staging(name: str, micro_bat
         staging for schedule in stagings.schedules(3) for staging in stagings.divided(schedule, NO_SAVING, 6)
     ]
     assert min(outcomes(divisions)) <= 1.2 * min(outcomes(list(stagings_of(stagings, 3))))
+
+
+@pytest.mark.parametrize("micro_batches", [2, 6])
+def test_the_divisions_that_are_kept_are_those_of_the_least_totals(micro_batches: int) -> None:
+    stagings = Stagings(problem(GRAPHS["branches"], micro_batches, 3))
+    table = stagings.costs.table(micro_batches, keeps_all=False, saving=NO_SAVING)
+    ascending = sorted(divisions(table, stagings.most_stages), key=lambda division: division.total_ns)
+    assert ascending[0].total_ns < ascending[-1].total_ns
+    for most in range(1, len(ascending) + 1):
+        kept = stagings.divided(Schedule.ONE_F_ONE_B, NO_SAVING, most)
+        assert [(0, *staging.firsts) for staging in kept] == [
+            tuple(stage.first for stage in division.stages) for division in ascending[:most]
+        ]
 
 
 def test_where_memory_is_short_a_strategy_that_fits_is_found() -> None:
