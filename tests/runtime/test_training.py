@@ -60,13 +60,15 @@ IN_PARTS = [
     Case("recurrent", "adamw", 11, 3, "resumed", None),
     Case("recurrent", "momentum", 27, 3, "accumulated", None),
 ]
-QUICK = {3: [*cases_of(3, EVERY[::2], 3), *SHARED, *MADE_AGAIN, *IN_PARTS]}
+COMPILED = [Case("perceptron", "adamw", 8, 3, "accumulated", Sharding.OPTIMIZER, compiled=True)]
+QUICK = {3: [*cases_of(3, EVERY[::2], 3), *SHARED, *MADE_AGAIN, *IN_PARTS, *COMPILED]}
 FULL = {size: cases_of(size, EVERY, 100) for size in (2, 3)}
 
 
 def name_of(case: Case) -> str:
     again = "-made again" if case.made_again else ""
-    return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing or 'at random'}{again}"
+    compiled = "-compiled" if case.compiled else ""
+    return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing or 'at random'}{again}{compiled}"
 
 
 def train_everywhere(cases: dict[int, list[Case]]) -> dict[Case, list[Any]]:

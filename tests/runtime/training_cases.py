@@ -20,7 +20,9 @@ from torch import Tensor, nn
 import runtime
 from graph.axes import AxisKind
 from graph.errors import RuntimeFailure, SoapstoneError
+from graph.plan import build_plan
 from graph.strategy import Sharding
+from graph.stretches import stretches
 from search.space.baselines import shared
 from tests.runtime.oracle import graph_of, reference
 from tests.runtime.strategies import by_kind, in_turn, random_groups, random_strategy, randomly_shared
@@ -38,6 +40,7 @@ class Case:
         "disturbed" (before half of the steps, batches that the last rank alone has, or that do not fit there).
     sharing: of a split batch in place of the random strategy, what of the weights is shared; None: of the random
         strategy, at random. made_again: random groups of operators are made again in the backward.
+    compiled: all of its stretches are.
     """
 
     model: str
@@ -47,6 +50,7 @@ class Case:
     way: str = "plain"
     sharing: Sharding | None = Sharding.NONE
     made_again: bool = False
+    compiled: bool = False
 
 
 def make_optimizer(kind: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -110,6 +114,10 @@ def train(case: Case) -> dict[str, Any]:
             strategy = shared(graph, split, case.sharing)
         if case.made_again:
             strategy = replace(strategy, recomputation=random_groups(graph, seed))
+        if case.compiled:
+            plan = build_plan(graph, strategy, (0,) * strategy.device_count)
+            strategy = replace(strategy, compiled=stretches(plan))
+            assert strategy.compiled
         with imported_once(case.model):
             return runtime.parallelize(
                 module,
