@@ -318,29 +318,30 @@ class _Lowering:
                 if pairs:
                     self.instructions.append(Detach(pairs))
             self.instructions.extend(self.prefetch.after_forward(index))
-            for executed in self._executed_with.get(index, (index,)):
+            for maker in self._sent_behind.get(index, (index,)):
                 self.instructions.extend(
                     self.transfers.issue(
                         [
                             ValueTransfer(
                                 value, value, self.plan.exchanges[value], self.plan.collectives[value]
                             )
-                            for value in self.graph.operators[executed].outputs
+                            for value in self.graph.operators[maker].outputs
                         ]
                     )
                 )
 
     @cached_property
-    def _executed_with(self) -> dict[int, tuple[int, ...]]:
-        """For the operators of stretches that are compiled: none, but for the last one, which has all of them.
+    def _sent_behind(self) -> dict[int, tuple[int, ...]]:
+        """For each operator of a compiled stretch, the operators whose values are sent behind it.
 
-        It is the last one of all ranks, so that every rank issues messages in the same order.
+        The stretch's last operator has all of its operators, the others have none. It is the last one of all ranks, so
+        that every rank issues messages in the same order.
         """
-        executed: dict[int, tuple[int, ...]] = {}
+        behind: dict[int, tuple[int, ...]] = {}
         for stretch in self.plan.strategy.compiled:
             inside = members(self.plan, stretch)
-            executed |= {**dict.fromkeys(inside, ()), inside[-1]: inside}
-        return executed
+            behind |= {**dict.fromkeys(inside, ()), inside[-1]: inside}
+        return behind
 
     def _is_recomputed(self, node: Node) -> bool:
         return node.active and self._group_of[node.operator] >= 0

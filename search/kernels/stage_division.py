@@ -1,4 +1,4 @@
-"""The step of the dynamic program over pipeline stages: one stage more before those that are divided already.
+"""The inner step of the dynamic program over pipeline stages: a stage is put before divisions of all that follows it.
 
 Shape letters: B boundaries between segments, O ways to split a stage.
 """

@@ -46,9 +46,9 @@ def _graph(name: str) -> OperatorGraph:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_is_communicated_within_a_stretch(name: str, seed: int) -> None:
-    """The instructions of every rank, where nothing is compiled, say what happens between a stretch's calls.
+    """The instructions of a program that compiles nothing show what happens between a stretch's calls, on every rank.
 
-    What only the operators that renew buffers read, after the backward, may be sent in between.
+    Values that only the operators that renew buffers read, after the backward, may be sent in between.
     """
     graph = _graph(name)
     strategy = random_strategy(graph, 2 + 2 * (seed % 2), seed)
@@ -93,11 +93,9 @@ def _late(plan: Plan, rank: int, executed: Sequence[Instruction]) -> set[int]:
     return late
 
 
-def _outputs(plan: object, rank: int) -> dict[int, list[int]]:
-    from runtime.lowering.tensor_slots import TensorSlots
-
+def _outputs(plan: Plan, rank: int) -> dict[int, list[int]]:
     result: dict[int, list[int]] = {}
-    for (index, _, _), slot in TensorSlots(plan, rank).outputs.items():  # type: ignore[arg-type]
+    for (index, _, _), slot in TensorSlots(plan, rank).outputs.items():
         result.setdefault(index, []).append(slot)
     return result
 
