@@ -29,8 +29,8 @@ from search.cost.calls_to_profile import LocalCalls, rule_calls
 from search.cost.collective_cost import CollectivePrice
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
-from search.kernels.exchange import exchange_by_part
 from search.kernels.fragments import OPERATOR_WORDS, TASK, TASK_WORDS
+from search.kernels.messages import exchange_by_part
 from search.simulate.fragment_cache import UnitStore
 from search.simulate.fragment_classes import ValueClass
 from search.space.enumerated_space import Space

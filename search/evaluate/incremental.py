@@ -135,6 +135,7 @@ class IncrementalEvaluation:
                 store.wiring,
                 layout.fragments,
                 store.arena,
+                store.exchange_links,
                 resource_sets,
                 layout.groups,
                 self._buckets,

@@ -13,9 +13,11 @@ from search.kernels.fragments import (
     pieces_of,
     readers_of,
     served_assemblies_of,
+    source_devices_of,
     tasks_of,
     value_header,
 )
+from search.kernels.messages import gradient_ns, piece_bytes, route_set
 from search.kernels.records import (
     BACKWARD,
     GRADIENT_COLLECTIVE,
@@ -94,12 +96,15 @@ def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
     assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
     first_pieces, by_source = first_pieces_of(arena, fragment), pieces_by_source_of(arena, fragment)
     latest = -1
+    number = 0
     for position in range(first_pieces[part], first_pieces[part + 1]):
         piece = pieces[by_source[position]]
-        flat = derivation.last_at[value] + piece.assembly
+        while by_source[position] >= assemblies[number + 1].first_piece:
+            number += 1
+        flat = derivation.last_at[value] + number
         if derivation.pool[flat] < 0:
             continue
-        collective = assemblies[piece.assembly].collective
+        collective = assemblies[number].collective
         if collective >= 0:
             flat_collective = derivation.collective_at[value] + collective
             if derivation.pool[flat_collective] >= 0:
@@ -113,7 +118,7 @@ def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
             tasks.pred[e] = scratch.gradient_base[flat] + piece.rank
             e += 1
         else:
-            e = await_readers(emission, value, piece.assembly, e)
+            e = await_readers(emission, value, number, e)
     return e
 
 
@@ -205,6 +210,7 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
         value = graph.read_value[position]
         fragment = emission.fragments.value_at[value]
         assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+        device_T, devices = source_devices_of(arena, fragment), len(emission.links.node_D)
         for number in range(len(assemblies) - 1):
             flat = derivation.last_at[value] + number
             if derivation.pool[flat] != operator:
@@ -223,10 +229,12 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
                 if not based:
                     scratch.gradient_base[flat] = n - piece.rank
                     based = True
+                resource_set = route_set(assembly.device, device_T[piece.source], devices)
+                back_ns = gradient_ns(arena, fragment, number, index, emission.links)
+                size_bytes = piece_bytes(arena, fragment, number, index)
                 put_communication(
-                    emission, n, GRADIENT_TRANSFER, value, index, piece.back_resource_set, piece.back_ns,
-                    piece.size_bytes,
-                )  # fmt: skip
+                    emission, n, GRADIENT_TRANSFER, value, index, resource_set, back_ns, size_bytes
+                )
                 e = await_readers(emission, value, number, e)
                 n += 1
                 emission.tasks.pred_ptr[n] = e

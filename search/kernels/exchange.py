@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, inner, inner_with_arrays, quick_entry
-from search.kernels.collective_formulas import curve_s
+from search.kernels.cache import inner, inner_with_arrays
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
     COLLECTIVE_WORDS,
     LOAD_WORDS,
     PIECE_WORDS,
     READER_WORDS,
+    TRANSFER_TIME_WORDS,
     VALUE_WORDS,
     assemblies_of,
     by_source_words,
@@ -23,8 +23,12 @@ from search.kernels.fragments import (
     read_assemblies_of,
     readers_of,
     served_assemblies_of,
+    sizes_of,
+    source_devices_of,
+    transfer_times_of,
     value_header,
 )
+from search.kernels.messages import transfer_ns
 from search.kernels.records import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -63,16 +67,17 @@ def write_exchange(
         wanted = readers.region[reader]
         pieces += overlaps.pointers[wanted + 1] - overlaps.pointers[wanted]
     source_count, reader_count, readings = len(sources.device), len(readers.device), len(readers.pointers) - 1
+    sizes = overlaps.pointers[len(overlaps.pointers) - 1]
     collectives_at = (
         VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
-        + READER_WORDS * reader_count + readings + reader_count + source_count + 1 + by_source_words(pieces)
+        + (READER_WORDS + 1) * reader_count + readings + sizes + 2 * source_count + 1 + by_source_words(pieces)
     )  # fmt: skip
-    words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces
+    words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + (1 + TRANSFER_TIME_WORDS) * pieces
     if at + words + LOAD_WORDS * links.busy_2L.shape[1] > len(arena):
         return -int(words + LOAD_WORDS * links.busy_2L.shape[1])
     value = value_header(arena, at)
     value.assemblies, value.pieces, value.readers, value.sources = count, pieces, reader_count, source_count
-    value.readings, value.collectives_at, value.collectives = readings, collectives_at, 0
+    value.sizes, value.readings, value.collectives_at, value.collectives = sizes, readings, collectives_at, 0
     remote_pieces = write_pieces(arena, at, sources, readers, overlaps, links, item_bytes, first_reader)
     value.remote_pieces = value.transfers = remote_pieces
     write_readers(arena, at, readers, assembly_of)
@@ -83,29 +88,38 @@ def write_exchange(
         region = readers.region[first_reader]
         words = write_collectives(arena, at, region, sources.device, devices, summable)
     count_reads(arena, at)
-    return words + write_loads(arena, at, words, links)
+    return words + write_transfers(arena, at, words, links)
 
 
 @inner
-def write_loads(arena: Array, at: int, loads_at: int, links: ExchangeLinks) -> int:
-    """Write what the transfers of a value take of links, after all else; return the words that this takes."""
-    value, pieces, busy_2L, devices = (
-        value_header(arena, at),
-        pieces_of(arena, at),
-        links.busy_2L,
-        len(links.node_D),
-    )
-    value.loads_at, value.loads = loads_at, 0
+def write_transfers(arena: Array, at: int, times_at: int, links: ExchangeLinks) -> int:
+    """Write what the transfers of a value take, and what of links, after all else; return the words of both."""
+    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), pieces_of(arena, at)
+    value.times_at, value.loads = times_at, 0
     if value.transfers == 0:
         return 0
-    for number in range(len(pieces)):
-        piece = pieces[number]
-        if 0 <= piece.rank < value.transfers:
-            there, back = piece.resource_set - devices, piece.back_resource_set - devices
-            for index in range(links.link_ptr[there], links.link_ptr[there + 1]):
-                busy_2L[0, links.link[index]] += piece.run_ns
-            for index in range(links.link_ptr[back], links.link_ptr[back + 1]):
-                busy_2L[1, links.link[index]] += piece.back_ns
+    times, sizes, device_T = transfer_times_of(arena, at), sizes_of(arena, at), source_devices_of(arena, at)
+    busy_2L, devices = links.busy_2L, len(links.node_D)
+    for number in range(value.assemblies):
+        assembly = assemblies[number]
+        if assembly.collective >= 0:
+            continue
+        first = assembly.first_piece
+        for index in range(first, assemblies[number + 1].first_piece):
+            piece = pieces[index]
+            if piece.rank < 0:
+                continue
+            source, size_bytes = device_T[piece.source], sizes[assembly.first_size + index - first]
+            there, back = source * devices + assembly.device, assembly.device * devices + source
+            time = times[piece.rank]
+            time.run_ns, time.back_ns = (
+                transfer_ns(links, there, size_bytes),
+                transfer_ns(links, back, size_bytes),
+            )
+            for position in range(links.link_ptr[there], links.link_ptr[there + 1]):
+                busy_2L[0, links.link[position]] += time.run_ns
+            for position in range(links.link_ptr[back], links.link_ptr[back + 1]):
+                busy_2L[1, links.link[position]] += time.back_ns
     count = 0
     for link in range(busy_2L.shape[1]):
         count += busy_2L[0, link] > 0 or busy_2L[1, link] > 0
@@ -118,7 +132,7 @@ def write_loads(arena: Array, at: int, loads_at: int, links: ExchangeLinks) -> i
             load.link, load.forward_ns, load.back_ns = link, busy_2L[0, link], busy_2L[1, link]
             busy_2L[0, link] = busy_2L[1, link] = 0
             count += 1
-    return int(LOAD_WORDS * count)
+    return int(TRANSFER_TIME_WORDS * value.transfers + LOAD_WORDS * count)
 
 
 @inner
@@ -177,41 +191,38 @@ def write_pieces(
     first_reader: Array,
 ) -> int:
     """Write the assemblies, but for their first readers, and their pieces; return how many pieces travel."""
-    devices, replicas = len(links.node_D), sources.replicas
+    replicas = sources.replicas
     assemblies, pieces = assemblies_of(arena, at), pieces_of(arena, at)
+    device_T, sizes = source_devices_of(arena, at), sizes_of(arena, at)
+    for task in range(len(device_T)):
+        device_T[task] = sources.device[task]
+    for overlap in range(len(sizes)):
+        sizes[overlap] = overlaps.elements[overlap] * item_bytes
     number = remote = 0
     for reader_index in range(len(first_reader)):
         reader = first_reader[reader_index]
         device, wanted = readers.device[reader], readers.region[reader]
         assembly = assemblies[reader_index]
         assembly.device, assembly.first_piece, assembly.collective = device, number, -1
+        assembly.first_size = overlaps.pointers[wanted]
         direct = False
         for overlap in range(overlaps.pointers[wanted], overlaps.pointers[wanted + 1]):
             task = choose_replica(sources.device, overlaps.group[overlap] * replicas, replicas, device, links)
             source = sources.device[task]
             piece = pieces[number]
-            piece.source, piece.assembly = task, reader_index
-            piece.size_bytes = overlaps.elements[overlap] * item_bytes
+            piece.source = task
             if source == device:
-                piece.resource_set = piece.back_resource_set = piece.rank = -1
-                piece.run_ns = piece.back_ns = 0
+                piece.rank = -1
                 direct = sources.region[task] == wanted
             else:
-                there, back = source * devices + device, device * devices + source
-                piece.resource_set, piece.back_resource_set, piece.rank = (
-                    devices + there,
-                    devices + back,
-                    remote,
-                )
-                piece.run_ns = transfer_ns(links, there, piece.size_bytes)
-                piece.back_ns = transfer_ns(links, back, piece.size_bytes)
+                piece.rank = remote
                 remote += 1
             number += 1
         direct = direct and number == assembly.first_piece + 1
         assembly.copied_bytes = 0 if direct else readers.region_elements[wanted] * item_bytes
     sentinel = assemblies[len(first_reader)]
     sentinel.device = sentinel.collective = -1
-    sentinel.copied_bytes, sentinel.first_piece = 0, number
+    sentinel.copied_bytes, sentinel.first_piece, sentinel.first_size = 0, number, len(sizes)
     return remote
 
 
@@ -301,11 +312,14 @@ def write_collectives(
         return int(task_at + task - at)
     rank = 0
     for covered in range(2):
-        for piece in pieces:
-            in_collective = assemblies[piece.assembly].collective >= 0
-            if piece.rank >= 0 and in_collective == (covered == 1):
-                piece.rank = rank
-                rank += 1
+        for number in range(value.assemblies):
+            assembly = assemblies[number]
+            if (assembly.collective >= 0) != (covered == 1):
+                continue
+            for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
+                if pieces[index].rank >= 0:
+                    pieces[index].rank = rank
+                    rank += 1
         if covered == 0:
             value.transfers = rank
     return int(task_at + task - at)
@@ -378,7 +392,7 @@ def kind_of(
     summable: int,
 ) -> int:
     """Return which collective serves exactly the connected assemblies of `group`, or -1."""
-    assemblies, pieces = assemblies_of(arena, at), pieces_of(arena, at)
+    assemblies, pieces, sizes = assemblies_of(arena, at), pieces_of(arena, at), sizes_of(arena, at)
     is_reader = np.zeros(devices, np.bool_)
     is_source = np.zeros(devices, np.bool_)
     task_on = np.full(devices, -1, np.int64)
@@ -396,20 +410,21 @@ def kind_of(
             return -1
         is_reader[assembly.device] = True
         first, last = assembly.first_piece, assemblies[group[index] + 1].first_piece
+        first_size = assembly.first_size
         same_tasks = same_tasks and last - first == count
         full = full and last - first == len(group)
         same_region = same_region and region[group[index]] == region[group[0]]
         level = level and assembly.copied_bytes == leading.copied_bytes
         for number in range(first, last):
-            piece = pieces[number]
-            device = source_device[piece.source]
+            task, size_bytes = pieces[number].source, sizes[first_size + number - first]
+            device = source_device[task]
             if seen_by[device] == index:
                 return -1
             seen_by[device] = index
             is_source[device] = True
-            same_tasks = same_tasks and task_on[device] == piece.source
-            sums = sums and piece.size_bytes == assembly.copied_bytes
-            even = even and piece.size_bytes == pieces[first].size_bytes
+            same_tasks = same_tasks and task_on[device] == task
+            sums = sums and size_bytes == assembly.copied_bytes
+            even = even and size_bytes == sizes[first_size]
     sources = 0
     together = 0
     for device in range(devices):
@@ -438,7 +453,7 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
         pieces_of(arena, at),
         collectives_of(arena, at)[number],
     )
-    served, kind = served_assemblies_of(arena, at), collective.kind
+    served, kind, sizes = served_assemblies_of(arena, at), collective.kind, sizes_of(arena, at)
     whole = largest = 0
     root = -1
     for member in range(collective.first_assembly, member_end):
@@ -450,15 +465,15 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
         if member > collective.first_assembly and kind != ALL_TO_ALL:
             continue
         for index in range(assembly.first_piece, behind.first_piece):
-            piece = pieces[index]
+            piece, size_bytes = pieces[index], sizes[assembly.first_size + index - assembly.first_piece]
             if kind == ALL_TO_ALL:
                 if piece.rank >= 0:
-                    whole += piece.size_bytes
-                    largest = max(largest, piece.size_bytes)
+                    whole += size_bytes
+                    largest = max(largest, size_bytes)
             elif kind == ALL_GATHER:
-                whole += piece.size_bytes
+                whole += size_bytes
             else:
-                whole = piece.size_bytes
+                whole = size_bytes
             if kind == BROADCAST:
                 root = source_device[piece.source]
         if kind == REDUCE:
@@ -479,90 +494,3 @@ def choose_replica(device_T: Array, first: int, replicas: int, device: int, link
         if node_D[device_T[task]] == node_D[device]:
             return task
     return first
-
-
-@inner
-def transfer_ns(links: ExchangeLinks, pair: int, size_bytes: int) -> int:
-    """Return the nanoseconds of a transfer: measured, or the same expression as `Topology.transfer_time_s`, rounded."""
-    if len(links.segments):
-        begin, end = links.segments[pair, 0], links.segments[pair, 1]
-        if begin < end:
-            return int(curve_s(links.curve, begin, end, size_bytes) * 1e9 + 0.5)
-    return int((links.latency_s_DD[pair] + size_bytes / links.bandwidth_DD[pair]) * 1e9 + 0.5)
-
-
-@quick_entry
-def exchanges_ns(
-    arena: Array,
-    at_N: Array,
-    resource_ptr: Array,
-    resource: Array,
-    devices: int,
-    link_ns: Array,
-    ns_N2: Array,
-) -> None:
-    """Write the nanoseconds of exchanges of values, forward and back, see `exchange_ns`. link_ns: scratch."""
-    for number in range(len(at_N)):
-        for back in range(2):
-            ns_N2[number, back] = exchange_ns(
-                arena, at_N[number], resource_ptr, resource, devices, link_ns, back
-            )
-
-
-@inner
-def exchange_ns(
-    arena: Array, at: int, resource_ptr: Array, resource: Array, devices: int, link_ns: Array, back: int
-) -> int:
-    """Return what a value's exchange takes by itself: the busiest link's time, forward or back."""
-    link_ns[:] = 0
-    value = value_header(arena, at)
-    for piece in pieces_of(arena, at):
-        if 0 <= piece.rank < value.transfers:
-            resource_set = piece.back_resource_set if back else piece.resource_set
-            run_ns = piece.back_ns if back else piece.run_ns
-            for index in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
-                link_ns[resource[index] - devices] += run_ns
-    for number in range(value.collectives):
-        collective = collectives_of(arena, at)[number]
-        resource_set = collective.back_resource_set if back else collective.resource_set
-        run_ns = collective.back_ns if back else collective.run_ns
-        for index in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
-            link_ns[resource[index] - devices] += run_ns
-    longest_ns = 0
-    for run_ns in link_ns:
-        longest_ns = max(longest_ns, run_ns)
-    return longest_ns
-
-
-@entry
-def exchange_by_part(
-    arena: Array, at: int, source_replicas: int, reader_replicas: int, sure: int, there: Array, back: Array
-) -> None:
-    """Write how long pieces travel from part to part of a value fragment with one reading.
-
-    The least over a part's replicas. Unless `sure`, a piece that travels counts as nothing: with the value's other
-    readers it may be in a collective that is cheaper than this one.
-    """
-    assemblies, pieces, collectives = (
-        assemblies_of(arena, at),
-        pieces_of(arena, at),
-        collectives_of(arena, at),
-    )
-    read_assemblies = read_assemblies_of(arena, at)
-    for task in range(len(read_assemblies)):
-        number = read_assemblies[task]
-        served_by = assemblies[number].collective
-        reader = task // reader_replicas
-        for index in range(assemblies[number].first_piece, assemblies[number + 1].first_piece):
-            piece = pieces[index]
-            source = piece.source // source_replicas
-            there_ns = back_ns = 0
-            if piece.rank >= 0 and sure:
-                if served_by >= 0:
-                    there_ns, back_ns = collectives[served_by].run_ns, collectives[served_by].back_ns
-                else:
-                    there_ns, back_ns = piece.run_ns, piece.back_ns
-            if there[source, reader] < 0 or there_ns < there[source, reader]:
-                there[source, reader] = there_ns
-            if back[reader, source] < 0 or back_ns < back[reader, source]:
-                back[reader, source] = back_ns

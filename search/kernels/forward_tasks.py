@@ -11,9 +11,12 @@ from search.kernels.fragments import (
     pieces_of,
     read_assemblies_of,
     served_sources_of,
+    source_devices_of,
     tasks_of,
+    transfer_times_of,
     value_header,
 )
+from search.kernels.messages import piece_bytes, route_set
 from search.kernels.records import (
     BUFFER_COLLECTIVE,
     BUFFER_TRANSFER,
@@ -160,20 +163,29 @@ def emit_transfers(emission: Emission, operator: int, value: int, kind: int) -> 
     )
     n, e = scratch.counts[0], scratch.counts[1]
     scratch.transfer_base[value] = n
-    transfers, pieces = value_header(arena, fragment).transfers, pieces_of(arena, fragment)
-    if transfers == 0:
+    if value_header(arena, fragment).transfers == 0:
         return
-    for number in range(len(pieces)):
-        piece = pieces[number]
-        if piece.rank < 0 or piece.rank >= transfers:
+    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    transfer_times = transfer_times_of(arena, fragment)
+    device_T, devices = source_devices_of(arena, fragment), len(emission.links.node_D)
+    for number in range(len(assemblies) - 1):
+        assembly = assemblies[number]
+        if assembly.collective >= 0:
             continue
-        put_communication(
-            emission, n, kind, value, number, piece.resource_set, piece.run_ns, piece.size_bytes
-        )
-        tasks.pred[e] = scratch.forward_base[operator] + piece.source
-        n += 1
-        e += 1
-        tasks.pred_ptr[n] = e
+        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
+            piece = pieces[index]
+            if piece.rank < 0:
+                continue
+            resource_set = route_set(device_T[piece.source], assembly.device, devices)
+            run_ns, size_bytes = (
+                transfer_times[piece.rank].run_ns,
+                piece_bytes(arena, fragment, number, index),
+            )
+            put_communication(emission, n, kind, value, index, resource_set, run_ns, size_bytes)
+            tasks.pred[e] = scratch.forward_base[operator] + piece.source
+            n += 1
+            e += 1
+            tasks.pred_ptr[n] = e
     scratch.counts[0] = n
     scratch.counts[1] = e
 

@@ -4,9 +4,11 @@ A fragment is addressed by the word where it starts. It is a header, and behind 
 
     operator    its tasks
     value       assemblies, and one more as a sentinel; pieces; readers; of every reading its first reader; of every
-                reader its assembly; of every source task its first piece, and one more; the pieces by source task
+                reader its assembly; of every source task its device; the bytes of pieces, which are those of all
+                assemblies of one region; of every source task its first piece, and one more; the pieces by source task
                 (both once they are asked for, until then -1 comes first);
-                collectives, and one more as a sentinel; the assemblies that they serve; their source tasks; loads
+                collectives, and one more as a sentinel; the assemblies that they serve; their source tasks; times;
+                loads
     static      holders; cells
 
 A source task is a task of the operator that makes the value. Functions that end in `_of` return one of these arrays,
@@ -54,16 +56,16 @@ TASK = _record(
 # remote_pieces: those that travel. transfers: those of them that no collective serves. reads: collectives and pieces
 # that readers wait for; piece_reads: pieces, were there no collectives.
 VALUE = _record(
-    "assemblies", "pieces", "readers", "sources", "remote_pieces", "readings", "collectives_at", "collectives",
-    "transfers", "reads", "piece_reads", "loads_at", "loads",
+    "assemblies", "pieces", "readers", "sources", "sizes", "remote_pieces", "readings", "collectives_at",
+    "collectives", "transfers", "reads", "piece_reads", "times_at", "loads",
 )  # fmt: skip
-# What a device needs of a value. collective: that serves it, or -1.
-ASSEMBLY = _record("device", "copied_bytes", "first_piece", "first_reader", "collective")
-# rank: among remote pieces, transfers first, or -1 where source and reader are on one device.
-PIECE = _record(
-    "run_ns", "back_ns", "size_bytes",
-    numbers=("source", "assembly", "resource_set", "back_resource_set", "rank"),
-)  # fmt: skip
+# What a device needs of a value. collective: that serves it, or -1. first_size: of its first piece.
+ASSEMBLY = _record("device", "copied_bytes", "first_piece", "first_size", "first_reader", "collective")
+# Of a sum over devices there are as many as pairs of these. rank: among remote pieces, transfers first, or -1 where
+# source and reader are on one device.
+PIECE = _record(numbers=("source", "rank"))
+# What a transfer takes, and that of its gradient.
+TRANSFER_TIME = _record("run_ns", "back_ns")
 READER = _record(numbers=("reading", "task"))
 # root: a device or -1. priced_bytes: those that its price is for.
 COLLECTIVE = _record(
@@ -95,7 +97,11 @@ def word_of(record: np.dtype[Any], field: str) -> int:
 OPERATOR_WORDS, TASK_WORDS = words_in(OPERATOR), words_in(TASK)
 VALUE_WORDS, ASSEMBLY_WORDS, PIECE_WORDS = words_in(VALUE), words_in(ASSEMBLY), words_in(PIECE)
 READER_WORDS = words_in(READER)
-COLLECTIVE_WORDS, LOAD_WORDS = words_in(COLLECTIVE), words_in(LOAD)
+COLLECTIVE_WORDS, TRANSFER_TIME_WORDS, LOAD_WORDS = (
+    words_in(COLLECTIVE),
+    words_in(TRANSFER_TIME),
+    words_in(LOAD),
+)
 STATIC_WORDS, HOLDER_WORDS, CELL_WORDS = words_in(STATIC), words_in(HOLDER), words_in(CELL)
 
 
@@ -183,6 +189,22 @@ def read_assemblies_of(arena: Array, at: int) -> Array:
 
 
 @_accessor
+def source_devices_of(arena: Array, at: int) -> Array:
+    """Return the devices of the source tasks of a value."""
+    value = value_header(arena, at)
+    start = readers_at(arena, at) + (READER_WORDS + 1) * value.readers + value.readings
+    return _records(arena, start, value.sources, _INT)
+
+
+@_accessor
+def sizes_of(arena: Array, at: int) -> Array:
+    """Return the bytes of a value's pieces: those of one assembly follow each other, as its pieces do."""
+    value = value_header(arena, at)
+    start = readers_at(arena, at) + (READER_WORDS + 1) * value.readers + value.readings + value.sources
+    return _records(arena, start, value.sizes, _INT)
+
+
+@_accessor
 def by_source_words(pieces: int) -> int:
     """Return the words that the pieces of a value by source task take."""
     return (pieces + 1) // 2
@@ -229,10 +251,17 @@ def served_sources_of(arena: Array, at: int) -> Array:
 
 
 @_accessor
+def transfer_times_of(arena: Array, at: int) -> Array:
+    """Return what the transfers of a value take, by their ranks."""
+    value = value_header(arena, at)
+    return _records(arena, at + value.times_at, value.transfers, TRANSFER_TIME)
+
+
+@_accessor
 def loads_of(arena: Array, at: int) -> Array:
     """Return what the transfers of a value take of links, of those alone that they take any time of."""
     value = value_header(arena, at)
-    return _records(arena, at + value.loads_at, value.loads, LOAD)
+    return _records(arena, at + value.times_at + TRANSFER_TIME_WORDS * value.transfers, value.loads, LOAD)
 
 
 @_accessor

@@ -12,6 +12,7 @@ from search.kernels.fragments import (
     read_assemblies_of,
     served_assemblies_of,
     served_sources_of,
+    source_devices_of,
     tasks_of,
     value_header,
 )
@@ -27,6 +28,7 @@ from search.kernels.machine import (
     settle,
     settle_links,
 )
+from search.kernels.messages import gradient_ns, route_set
 from search.kernels.records import (
     COMPUTED,
     EVEN,
@@ -259,6 +261,7 @@ def simulate_gradient_transfers(
     pool, last_at = derivation.pool, derivation.last_at[value]
     active_at = derivation.active_at[step.graph.producer[value]]
     assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    device_T, devices = source_devices_of(arena, fragment), len(machine.debt_ns_D)
     for number in range(len(assemblies) - 1):
         if pool[last_at + number] != operator:
             continue
@@ -272,7 +275,9 @@ def simulate_gradient_transfers(
             piece = pieces[index]
             if piece.rank < 0:
                 continue
-            end_ns = carry(step.resource_sets, machine, piece.back_resource_set, ready_ns, piece.back_ns)
+            resource_set = route_set(assembly.device, device_T[piece.source], devices)
+            back_ns = gradient_ns(arena, fragment, number, index, step.links)
+            end_ns = carry(step.resource_sets, machine, resource_set, ready_ns, back_ns)
             if end_ns < 0:
                 return False
             source_at = active_at + piece.source

@@ -5,13 +5,16 @@ from __future__ import annotations
 from search.kernels.cache import inner
 from search.kernels.collective_formulas import collective_ns
 from search.kernels.fragments import (
+    assemblies_of,
     collectives_of,
     first_readers_of,
     pieces_of,
     read_assemblies_of,
     served_assemblies_of,
     served_sources_of,
+    source_devices_of,
     tasks_of,
+    transfer_times_of,
     value_header,
 )
 from search.kernels.machine import (
@@ -25,6 +28,7 @@ from search.kernels.machine import (
     settle,
     settle_links,
 )
+from search.kernels.messages import route_set
 from search.kernels.records import (
     COMPUTED,
     EVEN,
@@ -176,17 +180,24 @@ def simulate_transfers(
         return True
     if machine.deferred[HELD] >= 0 or machine.contended:
         settle_links(sets, machine)
-    pieces = pieces_of(arena, fragment)
-    for number in range(len(pieces)):
-        piece = pieces[number]
-        if not 0 <= piece.rank < transfers:
+    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    transfer_times = transfer_times_of(arena, fragment)
+    device_T, devices = source_devices_of(arena, fragment), len(machine.debt_ns_D)
+    for number in range(len(assemblies) - 1):
+        assembly = assemblies[number]
+        if assembly.collective >= 0:
             continue
-        end_ns = carry(sets, machine, piece.resource_set, forward_ns[active_at + piece.source], piece.run_ns)
-        if end_ns < 0:
-            return False
-        if last_at >= 0:
-            at = last_at + piece.assembly
-            forward_ns[at] = max(forward_ns[at], end_ns)
+        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
+            piece = pieces[index]
+            if piece.rank < 0:
+                continue
+            resource_set = route_set(device_T[piece.source], assembly.device, devices)
+            ready_ns, run_ns = forward_ns[active_at + piece.source], transfer_times[piece.rank].run_ns
+            end_ns = carry(sets, machine, resource_set, ready_ns, run_ns)
+            if end_ns < 0:
+                return False
+            if last_at >= 0:
+                forward_ns[last_at + number] = max(forward_ns[last_at + number], end_ns)
     return True
 
 

@@ -115,6 +115,22 @@ class Tasks(NamedTuple):
     pred: Array
 
 
+class ExchangeLinks(NamedTuple):
+    """The node of each device; latency, bandwidth and links between all pairs of them: source * D + destination.
+
+    Where messages were measured, segments and curve as in `ResourceSets`, which take precedence; else none.
+    """
+
+    node_D: Array
+    latency_s_DD: Array
+    bandwidth_DD: Array
+    segments: Array
+    curve: Array
+    link_ptr: Array  # D * D + 1, into link
+    link: Array
+    busy_2L: Array  # scratch, forward and back: zeros between values
+
+
 class Groups(NamedTuple):
     """Groups of operators that are made again in the backward (`graph.recomputation`)."""
 
@@ -243,6 +259,7 @@ class Emission(NamedTuple):
     graph: GraphArrays
     fragments: Fragments
     arena: Array
+    links: ExchangeLinks
     groups: Groups
     derivation: Derivation
     scratch: Scratch
@@ -333,6 +350,7 @@ class Step(NamedTuple):
     graph: GraphArrays
     fragments: Fragments
     arena: Array
+    links: ExchangeLinks
     resource_sets: ResourceSets
     groups: Groups
     buckets: Buckets
@@ -419,22 +437,6 @@ class Overlaps(NamedTuple):
     pointers: Array
     group: Array
     elements: Array
-
-
-class ExchangeLinks(NamedTuple):
-    """The node of each device; latency, bandwidth and links between all pairs of them: source * D + destination.
-
-    Where messages were measured, segments and curve as in `ResourceSets`, which take precedence; else none.
-    """
-
-    node_D: Array
-    latency_s_DD: Array
-    bandwidth_DD: Array
-    segments: Array
-    curve: Array
-    link_ptr: Array  # D * D + 1, into link
-    link: Array
-    busy_2L: Array  # scratch, forward and back: zeros between values
 
 
 class Routes(NamedTuple):

@@ -15,11 +15,13 @@ from search.kernels.fragments import (
     collectives_of,
     loads_of,
     pieces_of,
+    source_devices_of,
     tasks_of,
     value_header,
 )
 from search.kernels.gradient_buckets import fill_buckets
 from search.kernels.memory_accounting import account_statics
+from search.kernels.messages import gradient_ns, route_set
 from search.kernels.records import (
     LOCAL,
     MIXED,
@@ -177,17 +179,19 @@ def add_gradient_transfers(
     step: Step, fragment: int, new: Workload, last_at: int, collective_at: int, sign: int
 ) -> None:
     """Add or take away the time of a value's gradients that go back by themselves."""
-    pool, assemblies, pieces = (
-        new.derivation.pool,
-        assemblies_of(step.arena, fragment),
-        pieces_of(step.arena, fragment),
-    )
-    for number in range(len(pieces)):
-        piece = pieces[number]
-        if piece.rank >= 0 and pool[last_at + piece.assembly] >= 0:
-            served_by = assemblies[piece.assembly].collective
-            if served_by < 0 or pool[collective_at + served_by] < 0:
-                add_load(step.resource_sets, piece.back_resource_set, sign * piece.back_ns, new.load_ns_R)
+    arena, pool, devices = step.arena, new.derivation.pool, len(new.derivation.memory_D)
+    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    device_T = source_devices_of(arena, fragment)
+    for number in range(len(assemblies) - 1):
+        assembly = assemblies[number]
+        served_by = assembly.collective
+        if pool[last_at + number] < 0 or (served_by >= 0 and pool[collective_at + served_by] >= 0):
+            continue
+        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
+            if pieces[index].rank >= 0:
+                resource_set = route_set(assembly.device, device_T[pieces[index].source], devices)
+                back_ns = gradient_ns(arena, fragment, number, index, step.links)
+                add_load(step.resource_sets, resource_set, sign * back_ns, new.load_ns_R)
 
 
 @inner

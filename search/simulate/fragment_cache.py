@@ -25,7 +25,6 @@ from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.collective_list import CollectiveList
-from search.kernels.exchange import exchanges_ns
 from search.kernels.fragment_table import FragmentKeys, FragmentTable, fill_slots, find_fragments
 from search.kernels.fragment_writing import (
     COST_WORDS,
@@ -47,6 +46,7 @@ from search.kernels.fragments import (
     TASK_WORDS,
     VALUE_WORDS,
 )
+from search.kernels.messages import exchanges_ns
 from search.kernels.records import ExchangeLinks
 from search.simulate.arrays import GrowingArray, ResourceSetStore, graph_arrays, message_curves
 from search.simulate.call_costs import TaskCosts
@@ -111,7 +111,7 @@ class UnitStore:
         self._kind_D = np.array([self._kind_names.index(kind) for kind in kinds], np.int64)
         node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
-        self._exchange_links = ExchangeLinks(
+        self.exchange_links = ExchangeLinks(
             node_D, routes.latency_s_P, routes.bandwidth_P, *message_curves(topology, links),
             routes.pointers_P1, routes.link, np.zeros((2, len(topology.links)), np.int64),
         )  # fmt: skip
@@ -145,7 +145,7 @@ class UnitStore:
             devices_at_C=none,
             at_PD=np.zeros((0, 0), np.int64),
             one_kind=int(len(self._kind_names) == 1),
-            links=self._exchange_links,
+            links=self.exchange_links,
             unknown_N3=np.zeros((self._key_words, 3), np.int64),
         )
         rows = self._sources.operands + max(self.classes.operators) + 1
@@ -395,7 +395,7 @@ class UnitStore:
         sources = ValueSources(
             self._regions.words.items,
             self._regions.common_K3,
-            self._exchange_links,
+            self.exchange_links,
             of.item_bytes,
             int(of.summable),
         )

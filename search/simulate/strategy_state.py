@@ -381,6 +381,7 @@ class Layout:
             store.wiring,
             self.fragments,
             store.arena,
+            store.exchange_links,
             self.groups,
             self._derivation,
             self._scratch,

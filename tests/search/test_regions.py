@@ -13,7 +13,15 @@ from graph.intervals import IndexSet, count, intersect, normalize
 from graph.operators import OperatorGraph
 from search.kernels.collective_list import CollectiveList
 from search.kernels.fragment_writing import ValueSources, write_values
-from search.kernels.fragments import ASSEMBLY, ASSEMBLY_WORDS, PIECE, PIECE_WORDS, VALUE, VALUE_WORDS
+from search.kernels.fragments import (
+    ASSEMBLY,
+    ASSEMBLY_WORDS,
+    PIECE,
+    PIECE_WORDS,
+    READER_WORDS,
+    VALUE,
+    VALUE_WORDS,
+)
 from search.kernels.records import ExchangeLinks
 from search.simulate.regions import Regions
 from search.space.baselines import random_strategy
@@ -62,9 +70,18 @@ def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: i
     header = arena[:VALUE_WORDS].view(VALUE)[0]
     pieces_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
     assemblies = arena[VALUE_WORDS:pieces_at].view(ASSEMBLY)
-    pieces = arena[pieces_at : pieces_at + PIECE_WORDS * header.pieces].view(PIECE)
+    readers_at = pieces_at + PIECE_WORDS * header.pieces
+    sources = arena[pieces_at:readers_at].view(PIECE)["source"].tolist()
+    sizes_at = readers_at + (READER_WORDS + 1) * header.readers + header.readings + header.sources
+    sizes = arena[sizes_at : sizes_at + header.sizes].tolist()
     found = [
-        [(int(piece.source), int(piece.size_bytes)) for piece in pieces[one.first_piece : other.first_piece]]
+        list(
+            zip(
+                sources[one.first_piece : other.first_piece],
+                sizes[one.first_size : one.first_size + other.first_piece - one.first_piece],
+                strict=True,
+            )
+        )
         for one, other in itertools.pairwise(assemblies)
     ]
     assert state[0] > 0
