@@ -8,16 +8,16 @@ from search.kernels.forward_tasks import await_gathers, emit_gathers, launch, pu
 from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
-    first_pieces_of,
-    pieces_by_source_of,
-    pieces_of,
+    piece_sources_of,
     readers_of,
     served_assemblies_of,
+    served_sources_of,
+    sizes_of,
     source_devices_of,
     tasks_of,
     value_header,
 )
-from search.kernels.messages import gradient_ns, piece_bytes, route_set
+from search.kernels.messages import gradient_ns, remote_before, route_set
 from search.kernels.records import (
     BACKWARD,
     GRADIENT_COLLECTIVE,
@@ -26,6 +26,7 @@ from search.kernels.records import (
     SYNCHRONIZE,
     Array,
     Emission,
+    GradientsBySource,
 )
 
 
@@ -88,69 +89,88 @@ def await_device(emission: Emission, operator: int, device: int, n: int, e: int)
 
 
 @inner
-def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
-    """Let a backward task wait for the gradients of its pieces of a value; return the end of the dependencies."""
-    derivation = emission.derivation
-    scratch, tasks, arena = emission.scratch, emission.tasks, emission.arena
-    fragment = emission.fragments.value_at[value]
-    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
-    first_pieces, by_source = first_pieces_of(arena, fragment), pieces_by_source_of(arena, fragment)
-    latest = -1
-    number = 0
-    for position in range(first_pieces[part], first_pieces[part + 1]):
-        piece = pieces[by_source[position]]
-        while by_source[position] >= assemblies[number + 1].first_piece:
-            number += 1
-        flat = derivation.last_at[value] + number
-        if derivation.pool[flat] < 0:
-            continue
-        collective = assemblies[number].collective
-        if collective >= 0:
-            flat_collective = derivation.collective_at[value] + collective
-            if derivation.pool[flat_collective] >= 0:
-                # One task stands for all assemblies that the collective serves.
-                if latest != collective:
-                    tasks.pred[e] = scratch.gradient_collective[flat_collective]
-                    e += 1
-                    latest = collective
-                continue
-        if piece.rank >= 0:
-            tasks.pred[e] = scratch.gradient_base[flat] + piece.rank
+def await_gradients(emission: Emission, part: int, by_source: GradientsBySource, e: int) -> int:
+    """Let a backward task wait for the gradients of its pieces; return the end of the dependencies."""
+    derivation, scratch, tasks, arena = emission.derivation, emission.scratch, emission.tasks, emission.arena
+    for entry in range(by_source.first_T[part], by_source.first_T[part + 1]):
+        value, number, position = (
+            by_source.value_G[entry],
+            by_source.assembly_G[entry],
+            by_source.position_G[entry],
+        )
+        fragment, flat = emission.fragments.value_at[value], derivation.last_at[value] + number
+        assembly, device_T = assemblies_of(arena, fragment)[number], source_devices_of(arena, fragment)
+        if position < 0:
+            collective = derivation.collective_at[value] + assembly.collective
+            tasks.pred[e] = scratch.gradient_collective[collective]
             e += 1
-        else:
+        elif device_T[part] == assembly.device:
             e = await_readers(emission, value, number, e)
+        else:
+            tasks.pred[e] = scratch.gradient_base[flat] + remote_before(arena, fragment, number, position)
+            e += 1
     return e
 
 
 @inner
-def sort_by_source(arena: Array, fragment: int) -> None:
-    """Write the pieces of a value by source task, unless they are: a walk in program order never asks for them."""
-    first_pieces, by_source = first_pieces_of(arena, fragment), pieces_by_source_of(arena, fragment)
-    if first_pieces[0] >= 0:
-        return
-    pieces, sources = pieces_of(arena, fragment), len(first_pieces) - 1
-    first_pieces[:] = 0
-    for number in range(len(pieces)):
-        first_pieces[pieces[number].source] += 1
-    for task in range(1, sources + 1):
-        first_pieces[task] += first_pieces[task - 1]
-    # From each task's end backwards, to where it begins.
-    for number in range(len(pieces) - 1, -1, -1):
-        task = pieces[number].source
-        first_pieces[task] -= 1
-        by_source[first_pieces[task]] = number
+def sort_gradients(emission: Emission, operator: int, by_source: GradientsBySource) -> None:
+    """Write which gradients each backward task of an operator waits for."""
+    graph, derivation, arena = emission.graph, emission.derivation, emission.arena
+    first_T, count = by_source.first_T, len(tasks_of(arena, emission.fragments.operator_at[operator]))
+    first_T[: count + 1] = 0
+    for writes in range(2):
+        for output in range(graph.output_ptr[operator + 1] - 1, graph.output_ptr[operator] - 1, -1):
+            value = graph.output_value[output]
+            fragment, last_at = emission.fragments.value_at[value], derivation.last_at[value]
+            assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
+            for number in range(len(assemblies) - 2, -1, -1):
+                assembly = assemblies[number]
+                if derivation.pool[last_at + number] < 0:
+                    continue
+                collective = assembly.collective
+                if collective < 0 or derivation.pool[derivation.collective_at[value] + collective] < 0:
+                    for position in range(assembly.pieces - 1, -1, -1):
+                        task = pieces[assembly.first_piece + position]
+                        add_gradient(by_source, writes, task, value, number, position)
+                    continue
+                # One task stands for all assemblies that the collective serves.
+                of, following = (
+                    collectives_of(arena, fragment)[collective],
+                    collectives_of(arena, fragment)[collective + 1],
+                )
+                if served_assemblies_of(arena, fragment)[of.first_assembly] == number:
+                    sources = served_sources_of(arena, fragment)
+                    for index in range(following.first_source - 1, of.first_source - 1, -1):
+                        add_gradient(by_source, writes, sources[index], value, number, -1)
+        if not writes:
+            # To where those of each task end; then backwards to where they begin.
+            for task in range(1, count + 1):
+                first_T[task] += first_T[task - 1]
 
 
 @inner
-def emit_operator_backward(emission: Emission, operator: int) -> None:
+def add_gradient(
+    by_source: GradientsBySource, writes: int, task: int, value: int, number: int, position: int
+) -> None:
+    """Count a gradient that a task waits for, or write it before those of the task that are written."""
+    if not writes:
+        by_source.first_T[task] += 1
+        return
+    by_source.first_T[task] -= 1
+    entry = by_source.first_T[task]
+    by_source.value_G[entry], by_source.assembly_G[entry] = value, number
+    by_source.position_G[entry] = position
+
+
+@inner
+def emit_operator_backward(emission: Emission, operator: int, by_source: GradientsBySource) -> None:
     """Emit the backward tasks of one operator."""
     derivation = emission.derivation
-    graph, scratch, tasks = emission.graph, emission.scratch, emission.tasks
+    scratch, tasks = emission.scratch, emission.tasks
     n, e = scratch.counts[0], scratch.counts[1]
     parts = tasks_of(emission.arena, emission.fragments.operator_at[operator])
     recomputed = emission.groups.of_O[operator] >= 0
-    for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
-        sort_by_source(emission.arena, emission.fragments.value_at[graph.output_value[output]])
+    sort_gradients(emission, operator, by_source)
     for part in range(len(parts)):
         flat = derivation.active_at[operator] + part
         if not derivation.pool[flat]:
@@ -161,8 +181,7 @@ def emit_operator_backward(emission: Emission, operator: int) -> None:
         tasks.pred[e] = scratch.backward_task[flat] if recomputed else scratch.forward_base[operator] + part
         scratch.backward_task[flat] = n
         e = await_device(emission, operator, task.device, n, e + 1)
-        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
-            e = await_gradients(emission, graph.output_value[output], part, e)
+        e = await_gradients(emission, part, by_source, e)
         n += 1
         tasks.pred_ptr[n] = e
     scratch.counts[0] = n
@@ -205,36 +224,36 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
     """Emit the transfers of the gradients that one operator's backward completes."""
     derivation = emission.derivation
     graph, scratch, arena = emission.graph, emission.scratch, emission.arena
-    n, e = scratch.counts[0], scratch.counts[1]
-    for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
-        value = graph.read_value[position]
+    n, e, devices = scratch.counts[0], scratch.counts[1], len(emission.links.node_D)
+    for index in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+        value = graph.read_value[index]
         fragment = emission.fragments.value_at[value]
-        assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
-        device_T, devices = source_devices_of(arena, fragment), len(emission.links.node_D)
+        assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
+        device_T, sizes = source_devices_of(arena, fragment), sizes_of(arena, fragment)
+        first_piece = 0
         for number in range(len(assemblies) - 1):
-            flat = derivation.last_at[value] + number
+            assembly, piece, flat = assemblies[number], first_piece, derivation.last_at[value] + number
+            first_piece += assembly.pieces
             if derivation.pool[flat] != operator:
                 continue
-            assembly = assemblies[number]
             if (
                 assembly.collective >= 0
                 and derivation.pool[derivation.collective_at[value] + assembly.collective] >= 0
             ):
                 continue
-            based = False
-            for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
-                piece = pieces[index]
-                if piece.rank < 0:
+            scratch.gradient_base[flat] = n
+            remote = 0
+            for position in range(assembly.pieces):
+                task = pieces[assembly.first_piece + position]
+                if device_T[task] == assembly.device:
                     continue
-                if not based:
-                    scratch.gradient_base[flat] = n - piece.rank
-                    based = True
-                resource_set = route_set(assembly.device, device_T[piece.source], devices)
-                back_ns = gradient_ns(arena, fragment, number, index, emission.links)
-                size_bytes = piece_bytes(arena, fragment, number, index)
+                resource_set = route_set(assembly.device, device_T[task], devices)
+                back_ns = gradient_ns(arena, fragment, number, position, remote, emission.links)
+                size_bytes = sizes[assembly.first_size + position]
                 put_communication(
-                    emission, n, GRADIENT_TRANSFER, value, index, resource_set, back_ns, size_bytes
+                    emission, n, GRADIENT_TRANSFER, value, piece + position, resource_set, back_ns, size_bytes
                 )
+                remote += 1
                 e = await_readers(emission, value, number, e)
                 n += 1
                 emission.tasks.pred_ptr[n] = e
@@ -283,10 +302,10 @@ def emit_bucket(emission: Emission, position: int, member_D: Array) -> None:
 
 
 @inner
-def emit_backward(emission: Emission, member_D: Array) -> None:
+def emit_backward(emission: Emission, by_source: GradientsBySource, member_D: Array) -> None:
     """Emit backward tasks, what is recomputed before them, exchanges of gradients and sums of buckets.
 
-    member_D: -1 everywhere.
+    by_source: scratch. member_D: -1 everywhere.
     """
     groups, buckets = emission.groups, emission.buckets
     position = 0
@@ -295,7 +314,7 @@ def emit_backward(emission: Emission, member_D: Array) -> None:
             emit_gathers(emission, 1, operator)
         if groups.first_O[operator] >= 0:
             emit_recompute(emission, groups.first_O[operator], operator)
-        emit_operator_backward(emission, operator)
+        emit_operator_backward(emission, operator, by_source)
         emit_gradient_collectives(emission, operator)
         emit_gradient_transfers(emission, operator)
         while position < buckets.counts[0] and buckets.after[buckets.order[position]] == operator:

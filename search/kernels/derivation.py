@@ -12,7 +12,7 @@ from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
     operator_header,
-    pieces_of,
+    piece_sources_of,
     readers_of,
     served_assemblies_of,
     tasks_of,
@@ -146,7 +146,7 @@ def find_last_readers(
     last_at, collective_at = new.last_at[value], new.collective_at[value]
     assemblies, pieces, readers = (
         assemblies_of(arena, fragment),
-        pieces_of(arena, fragment),
+        piece_sources_of(arena, fragment),
         readers_of(arena, fragment),
     )
     is_partial = False
@@ -171,8 +171,8 @@ def find_last_readers(
         pool[last_at + number] = last
         # Where everybody reads all of it, the first assembly marks all tasks.
         if unmarked > 0 and (last >= 0 or perhaps):
-            for index in range(assembly.first_piece, following.first_piece):
-                at = active_at + pieces[index].source
+            for index in range(assembly.first_piece, assembly.first_piece + assembly.pieces):
+                at = active_at + pieces[index]
                 unmarked -= pool[at] == 0
                 pool[at] = 1
     find_gradient_collectives(arena, fragment, new, value)

@@ -9,17 +9,15 @@ from search.kernels.fragments import (
     ASSEMBLY_WORDS,
     COLLECTIVE_WORDS,
     LOAD_WORDS,
-    PIECE_WORDS,
     READER_WORDS,
     TRANSFER_TIME_WORDS,
     VALUE_WORDS,
     assemblies_of,
-    by_source_words,
     collectives_of,
-    first_pieces_of,
     first_readers_of,
+    listed_words,
     loads_of,
-    pieces_of,
+    piece_sources_of,
     read_assemblies_of,
     readers_of,
     served_assemblies_of,
@@ -68,58 +66,62 @@ def write_exchange(
         pieces += overlaps.pointers[wanted + 1] - overlaps.pointers[wanted]
     source_count, reader_count, readings = len(sources.device), len(readers.device), len(readers.pointers) - 1
     sizes = overlaps.pointers[len(overlaps.pointers) - 1]
+    listed = sizes if sources.replicas == 1 else pieces
     collectives_at = (
-        VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
-        + (READER_WORDS + 1) * reader_count + readings + sizes + 2 * source_count + 1 + by_source_words(pieces)
+        VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + (READER_WORDS + 1) * reader_count + readings + source_count
+        + sizes + listed_words(listed)
     )  # fmt: skip
     words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + (1 + TRANSFER_TIME_WORDS) * pieces
     if at + words + LOAD_WORDS * links.busy_2L.shape[1] > len(arena):
         return -int(words + LOAD_WORDS * links.busy_2L.shape[1])
     value = value_header(arena, at)
-    value.assemblies, value.pieces, value.readers, value.sources = count, pieces, reader_count, source_count
-    value.sizes, value.readings, value.collectives_at, value.collectives = sizes, readings, collectives_at, 0
-    remote_pieces = write_pieces(arena, at, sources, readers, overlaps, links, item_bytes, first_reader)
-    value.remote_pieces = value.transfers = remote_pieces
+    value.assemblies, value.pieces, value.listed, value.sizes = count, pieces, listed, sizes
+    value.readers, value.readings, value.sources = reader_count, readings, source_count
+    value.collectives_at, value.collectives = collectives_at, 0
+    write_pieces(arena, at, sources, readers, overlaps, links, item_bytes, first_reader)
     write_readers(arena, at, readers, assembly_of)
-    # Sorted where a task graph is emitted.
-    first_pieces_of(arena, at)[0] = -1
     words = collectives_at
-    if remote_pieces >= FEWEST_DEVICES - 1:
+    if value.remote_pieces >= FEWEST_DEVICES - 1:
         region = readers.region[first_reader]
         words = write_collectives(arena, at, region, sources.device, devices, summable)
     count_reads(arena, at)
-    return words + write_transfers(arena, at, words, links)
+    return int(words + write_transfers(arena, at, words, links))
 
 
 @inner
 def write_transfers(arena: Array, at: int, times_at: int, links: ExchangeLinks) -> int:
     """Write what the transfers of a value take, and what of links, after all else; return the words of both."""
-    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), pieces_of(arena, at)
-    value.times_at, value.loads = times_at, 0
+    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), piece_sources_of(arena, at)
+    value.times_at, value.loads, value.transfers = times_at, 0, 0
+    for number in range(value.assemblies):
+        assembly = assemblies[number]
+        assembly.first_transfer = value.transfers
+        if assembly.collective < 0:
+            value.transfers += assembly.pieces - assembly.locals
     if value.transfers == 0:
         return 0
     times, sizes, device_T = transfer_times_of(arena, at), sizes_of(arena, at), source_devices_of(arena, at)
-    busy_2L, devices = links.busy_2L, len(links.node_D)
+    busy_2L, devices, transfer = links.busy_2L, len(links.node_D), 0
     for number in range(value.assemblies):
         assembly = assemblies[number]
         if assembly.collective >= 0:
             continue
-        first = assembly.first_piece
-        for index in range(first, assemblies[number + 1].first_piece):
-            piece = pieces[index]
-            if piece.rank < 0:
+        for position in range(assembly.pieces):
+            source = device_T[pieces[assembly.first_piece + position]]
+            if source == assembly.device:
                 continue
-            source, size_bytes = device_T[piece.source], sizes[assembly.first_size + index - first]
+            size_bytes = sizes[assembly.first_size + position]
             there, back = source * devices + assembly.device, assembly.device * devices + source
-            time = times[piece.rank]
+            time = times[transfer]
             time.run_ns, time.back_ns = (
                 transfer_ns(links, there, size_bytes),
                 transfer_ns(links, back, size_bytes),
             )
-            for position in range(links.link_ptr[there], links.link_ptr[there + 1]):
-                busy_2L[0, links.link[position]] += time.run_ns
-            for position in range(links.link_ptr[back], links.link_ptr[back + 1]):
-                busy_2L[1, links.link[position]] += time.back_ns
+            transfer += 1
+            for index in range(links.link_ptr[there], links.link_ptr[there + 1]):
+                busy_2L[0, links.link[index]] += time.run_ns
+            for index in range(links.link_ptr[back], links.link_ptr[back + 1]):
+                busy_2L[1, links.link[index]] += time.back_ns
     count = 0
     for link in range(busy_2L.shape[1]):
         count += busy_2L[0, link] > 0 or busy_2L[1, link] > 0
@@ -142,12 +144,9 @@ def count_reads(arena: Array, at: int) -> None:
     value.reads = value.piece_reads = 0
     for number in range(value.assemblies):
         assembly, behind = assemblies[number], assemblies[number + 1]
-        readers, pieces = (
-            behind.first_reader - assembly.first_reader,
-            behind.first_piece - assembly.first_piece,
-        )
-        value.piece_reads += readers * pieces
-        value.reads += readers if assembly.collective >= 0 else readers * pieces
+        readers = behind.first_reader - assembly.first_reader
+        value.piece_reads += readers * assembly.pieces
+        value.reads += readers if assembly.collective >= 0 else readers * assembly.pieces
 
 
 @inner_with_arrays
@@ -179,7 +178,7 @@ def find_assemblies(readers: Readers, devices: int) -> tuple[Array, Array]:
     return first_reader[:assemblies], assembly_of
 
 
-@inner
+@inner_with_arrays
 def write_pieces(
     arena: Array,
     at: int,
@@ -189,41 +188,56 @@ def write_pieces(
     links: ExchangeLinks,
     item_bytes: int,
     first_reader: Array,
-) -> int:
-    """Write the assemblies, but for their first readers, and their pieces; return how many pieces travel."""
-    replicas = sources.replicas
-    assemblies, pieces = assemblies_of(arena, at), pieces_of(arena, at)
-    device_T, sizes = source_devices_of(arena, at), sizes_of(arena, at)
+) -> None:
+    """Write the assemblies, but for their first readers, and their pieces."""
+    replicas, value, assemblies = sources.replicas, value_header(arena, at), assemblies_of(arena, at)
+    pieces, device_T, sizes = piece_sources_of(arena, at), source_devices_of(arena, at), sizes_of(arena, at)
     for task in range(len(device_T)):
         device_T[task] = sources.device[task]
     for overlap in range(len(sizes)):
         sizes[overlap] = overlaps.elements[overlap] * item_bytes
-    number = remote = 0
+        if replicas == 1:
+            pieces[overlap] = overlaps.group[overlap]
+    # Of the latest region: by device, where its first piece there is, and behind each the next one.
+    first_D, next_P = np.full(len(links.node_D), -1, np.int64), np.empty(len(pieces), np.int64)
+    begin = end = number = 0
+    value.remote_pieces = 0
     for reader_index in range(len(first_reader)):
         reader = first_reader[reader_index]
         device, wanted = readers.device[reader], readers.region[reader]
+        first_size, count = (
+            overlaps.pointers[wanted],
+            overlaps.pointers[wanted + 1] - overlaps.pointers[wanted],
+        )
+        if replicas > 1:
+            first = number
+            for position in range(count):
+                group = overlaps.group[first_size + position]
+                pieces[number] = choose_replica(sources.device, group * replicas, replicas, device, links)
+                number += 1
+        else:
+            first = first_size
+        if first != begin or first + count != end:
+            for piece in range(begin, end):
+                first_D[device_T[pieces[piece]]] = -1
+            begin, end = first, first + count
+            for piece in range(end - 1, begin - 1, -1):
+                source = device_T[pieces[piece]]
+                next_P[piece], first_D[source] = first_D[source], piece
+        local = first_D[device]
         assembly = assemblies[reader_index]
-        assembly.device, assembly.first_piece, assembly.collective = device, number, -1
-        assembly.first_size = overlaps.pointers[wanted]
-        direct = False
-        for overlap in range(overlaps.pointers[wanted], overlaps.pointers[wanted + 1]):
-            task = choose_replica(sources.device, overlaps.group[overlap] * replicas, replicas, device, links)
-            source = sources.device[task]
-            piece = pieces[number]
-            piece.source = task
-            if source == device:
-                piece.rank = -1
-                direct = sources.region[task] == wanted
-            else:
-                piece.rank = remote
-                remote += 1
-            number += 1
-        direct = direct and number == assembly.first_piece + 1
+        assembly.device, assembly.pieces, assembly.collective = device, count, -1
+        assembly.first_piece, assembly.first_size = first, first_size
+        assembly.first_local, assembly.locals = local - first, 0
+        direct = count == 1 and local >= 0 and sources.region[pieces[first]] == wanted
         assembly.copied_bytes = 0 if direct else readers.region_elements[wanted] * item_bytes
+        while local >= 0:
+            assembly.locals += 1
+            local = next_P[local]
+        value.remote_pieces += count - assembly.locals
     sentinel = assemblies[len(first_reader)]
     sentinel.device = sentinel.collective = -1
-    sentinel.copied_bytes, sentinel.first_piece, sentinel.first_size = 0, number, len(sizes)
-    return remote
+    sentinel.copied_bytes, sentinel.pieces, sentinel.locals = 0, 0, 0
 
 
 @inner_with_arrays
@@ -265,7 +279,7 @@ def write_collectives(
 
     The same as `graph.collectives.recognize`, which is its oracle. region: the number of each assembly's.
     """
-    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), pieces_of(arena, at)
+    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), piece_sources_of(arena, at)
     ptr, members = find_components(arena, at, source_device, devices)
     collective_count = served = 0
     for component in range(len(ptr) - 1):
@@ -291,58 +305,51 @@ def write_collectives(
     for number in range(collective_count):
         collective = collectives[number]
         collective.first_assembly, collective.first_source = member, task
+        latest = -1
         for index in range(value.assemblies):
-            if assemblies[index].collective != number:
+            assembly = assemblies[index]
+            if assembly.collective != number:
                 continue
             served_assemblies[member] = index
             member += 1
-            if task == collective.first_source + len(source_device):
-                continue  # all tasks are sources already
-            for piece in range(assemblies[index].first_piece, assemblies[index + 1].first_piece):
-                source = pieces[piece].source
+            if task == collective.first_source + len(source_device) or assembly.first_piece == latest:
+                continue  # all of these tasks are sources already
+            latest = assembly.first_piece
+            for piece in range(latest, latest + assembly.pieces):
+                source = pieces[piece]
                 if last_in[source] != number:
                     last_in[source] = number
                     arena[task_at + task] = source
                     task += 1
-        measure_collective(arena, at, number, member, source_device)
+        measure_collective(arena, at, number, member)
     collectives[collective_count].first_source = task
-    if served == len(members):
-        # All that travels is served: it is ranked already.
-        value.transfers = 0
-        return int(task_at + task - at)
-    rank = 0
-    for covered in range(2):
-        for number in range(value.assemblies):
-            assembly = assemblies[number]
-            if (assembly.collective >= 0) != (covered == 1):
-                continue
-            for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
-                if pieces[index].rank >= 0:
-                    pieces[index].rank = rank
-                    rank += 1
-        if covered == 0:
-            value.transfers = rank
     return int(task_at + task - at)
 
 
 @inner_with_arrays
 def find_components(arena: Array, at: int, source_device: Array, devices: int) -> tuple[Array, Array]:
     """Return the assemblies that pieces between devices connect, within one reading: pointers, and assemblies."""
-    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), pieces_of(arena, at)
+    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), piece_sources_of(arena, at)
     readers = readers_of(arena, at)
     leader = np.arange(value.readings * devices)
     node_of = np.full(value.assemblies, -1, np.int64)
+    # Of pieces that assemblies share: the latest of these that was connected with their sources.
+    latest_P = np.full(value.listed, -1, np.int64)
     for number in range(value.assemblies):
-        base = readers[assemblies[number].first_reader].reading * devices
-        first, last = assemblies[number].first_piece, assemblies[number + 1].first_piece
-        remote = False
-        for piece in range(first, last):
-            remote = remote or pieces[piece].rank >= 0
-        if remote:
-            node_of[number] = base + assemblies[number].device
-            for piece in range(first, last):
-                there = find(leader, base + source_device[pieces[piece].source])
-                leader[there] = find(leader, node_of[number])
+        assembly = assemblies[number]
+        if assembly.pieces == assembly.locals:
+            continue
+        base = readers[assembly.first_reader].reading * devices
+        first, latest = assembly.first_piece, latest_P[assembly.first_piece]
+        node_of[number] = base + assembly.device
+        if latest >= 0 and readers[assemblies[latest].first_reader].reading * devices == base:
+            there = find(leader, node_of[latest])
+            leader[there] = find(leader, node_of[number])
+            continue
+        latest_P[first] = number
+        for piece in range(first, first + assembly.pieces):
+            there = find(leader, base + source_device[pieces[piece]])
+            leader[there] = find(leader, node_of[number])
     component_of = np.full(len(leader), -1, np.int64)
     components = 0
     ptr = np.zeros(value.assemblies + 1, np.int64)
@@ -392,16 +399,14 @@ def kind_of(
     summable: int,
 ) -> int:
     """Return which collective serves exactly the connected assemblies of `group`, or -1."""
-    assemblies, pieces, sizes = assemblies_of(arena, at), pieces_of(arena, at), sizes_of(arena, at)
+    assemblies, pieces, sizes = assemblies_of(arena, at), piece_sources_of(arena, at), sizes_of(arena, at)
     is_reader = np.zeros(devices, np.bool_)
     is_source = np.zeros(devices, np.bool_)
     task_on = np.full(devices, -1, np.int64)
     seen_by = np.full(devices, -1, np.int64)
-    leading, behind = assemblies[group[0]], assemblies[group[0] + 1]
-    count = behind.first_piece - leading.first_piece
-    for number in range(leading.first_piece, behind.first_piece):
-        task = pieces[number].source
-        task_on[source_device[task]] = task
+    leading = assemblies[group[0]]
+    for number in range(leading.first_piece, leading.first_piece + leading.pieces):
+        task_on[source_device[pieces[number]]] = pieces[number]
     sums = summable != 0
     same_tasks = same_region = full = even = level = True
     for index in range(len(group)):
@@ -409,14 +414,14 @@ def kind_of(
         if is_reader[assembly.device]:
             return -1
         is_reader[assembly.device] = True
-        first, last = assembly.first_piece, assemblies[group[index] + 1].first_piece
-        first_size = assembly.first_size
-        same_tasks = same_tasks and last - first == count
-        full = full and last - first == len(group)
+        same_tasks = same_tasks and assembly.pieces == leading.pieces
+        full = full and assembly.pieces == len(group)
         same_region = same_region and region[group[index]] == region[group[0]]
         level = level and assembly.copied_bytes == leading.copied_bytes
-        for number in range(first, last):
-            task, size_bytes = pieces[number].source, sizes[first_size + number - first]
+        if index > 0 and assembly.first_piece == leading.first_piece:
+            continue  # the same pieces
+        for position in range(assembly.pieces):
+            task, size_bytes = pieces[assembly.first_piece + position], sizes[assembly.first_size + position]
             device = source_device[task]
             if seen_by[device] == index:
                 return -1
@@ -424,7 +429,7 @@ def kind_of(
             is_source[device] = True
             same_tasks = same_tasks and task_on[device] == task
             sums = sums and size_bytes == assembly.copied_bytes
-            even = even and size_bytes == sizes[first_size]
+            even = even and size_bytes == sizes[assembly.first_size]
     sources = 0
     together = 0
     for device in range(devices):
@@ -446,28 +451,30 @@ def kind_of(
 
 
 @inner
-def measure_collective(arena: Array, at: int, number: int, member_end: int, source_device: Array) -> None:
+def measure_collective(arena: Array, at: int, number: int, member_end: int) -> None:
     """Write root and bytes of a collective, as `graph.collectives.moved` finds them."""
     assemblies, pieces, collective = (
         assemblies_of(arena, at),
-        pieces_of(arena, at),
+        piece_sources_of(arena, at),
         collectives_of(arena, at)[number],
     )
-    served, kind, sizes = served_assemblies_of(arena, at), collective.kind, sizes_of(arena, at)
+    served, kind = served_assemblies_of(arena, at), collective.kind
+    device_T, sizes = source_devices_of(arena, at), sizes_of(arena, at)
     whole = largest = 0
     root = -1
     for member in range(collective.first_assembly, member_end):
-        assembly, behind = assemblies[served[member]], assemblies[served[member] + 1]
+        assembly = assemblies[served[member]]
         if kind == REDUCE_SCATTER:
             whole += assembly.copied_bytes
             continue
         # But for an all-to-all the first assembly's pieces tell all.
         if member > collective.first_assembly and kind != ALL_TO_ALL:
             continue
-        for index in range(assembly.first_piece, behind.first_piece):
-            piece, size_bytes = pieces[index], sizes[assembly.first_size + index - assembly.first_piece]
+        for position in range(assembly.pieces):
+            source = device_T[pieces[assembly.first_piece + position]]
+            size_bytes = sizes[assembly.first_size + position]
             if kind == ALL_TO_ALL:
-                if piece.rank >= 0:
+                if source != assembly.device:
                     whole += size_bytes
                     largest = max(largest, size_bytes)
             elif kind == ALL_GATHER:
@@ -475,7 +482,7 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
             else:
                 whole = size_bytes
             if kind == BROADCAST:
-                root = source_device[piece.source]
+                root = source
         if kind == REDUCE:
             root = assembly.device
     members = member_end - collective.first_assembly

@@ -8,15 +8,16 @@ from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
     first_readers_of,
-    pieces_of,
+    piece_sources_of,
     read_assemblies_of,
     served_sources_of,
+    sizes_of,
     source_devices_of,
     tasks_of,
     transfer_times_of,
     value_header,
 )
-from search.kernels.messages import piece_bytes, route_set
+from search.kernels.messages import route_set
 from search.kernels.records import (
     BUFFER_COLLECTIVE,
     BUFFER_TRANSFER,
@@ -165,24 +166,27 @@ def emit_transfers(emission: Emission, operator: int, value: int, kind: int) -> 
     scratch.transfer_base[value] = n
     if value_header(arena, fragment).transfers == 0:
         return
-    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
-    transfer_times = transfer_times_of(arena, fragment)
+    assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
+    transfer_times, sizes = transfer_times_of(arena, fragment), sizes_of(arena, fragment)
     device_T, devices = source_devices_of(arena, fragment), len(emission.links.node_D)
+    transfer = first_piece = 0
     for number in range(len(assemblies) - 1):
-        assembly = assemblies[number]
+        assembly, piece = assemblies[number], first_piece
+        first_piece += assembly.pieces
         if assembly.collective >= 0:
             continue
-        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
-            piece = pieces[index]
-            if piece.rank < 0:
+        for position in range(assembly.pieces):
+            task = pieces[assembly.first_piece + position]
+            if device_T[task] == assembly.device:
                 continue
-            resource_set = route_set(device_T[piece.source], assembly.device, devices)
-            run_ns, size_bytes = (
-                transfer_times[piece.rank].run_ns,
-                piece_bytes(arena, fragment, number, index),
+            resource_set, run_ns = (
+                route_set(device_T[task], assembly.device, devices),
+                transfer_times[transfer].run_ns,
             )
-            put_communication(emission, n, kind, value, index, resource_set, run_ns, size_bytes)
-            tasks.pred[e] = scratch.forward_base[operator] + piece.source
+            size_bytes = sizes[assembly.first_size + position]
+            put_communication(emission, n, kind, value, piece + position, resource_set, run_ns, size_bytes)
+            tasks.pred[e] = scratch.forward_base[operator] + task
+            transfer += 1
             n += 1
             e += 1
             tasks.pred_ptr[n] = e
@@ -210,7 +214,8 @@ def emit_operator_forward(emission: Emission, operator: int) -> None:
             if value < 0:
                 continue
             fragment = emission.fragments.value_at[value]
-            assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+            assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
+            device_T = source_devices_of(arena, fragment)
             first_reader = first_readers_of(arena, fragment)[graph.slot_reading[slot]]
             number = read_assemblies_of(arena, fragment)[first_reader + part]
             assembly = assemblies[number]
@@ -218,12 +223,13 @@ def emit_operator_forward(emission: Emission, operator: int) -> None:
                 tasks.pred[e] = scratch.collective_base[value] + assembly.collective
                 e += 1
                 continue
-            for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
-                piece = pieces[index]
-                if piece.rank < 0:
-                    tasks.pred[e] = scratch.forward_base[graph.producer[value]] + piece.source
+            transfer = scratch.transfer_base[value] + assembly.first_transfer
+            for index in range(assembly.first_piece, assembly.first_piece + assembly.pieces):
+                if device_T[pieces[index]] == assembly.device:
+                    tasks.pred[e] = scratch.forward_base[graph.producer[value]] + pieces[index]
                 else:
-                    tasks.pred[e] = scratch.transfer_base[value] + piece.rank
+                    tasks.pred[e] = transfer
+                    transfer += 1
                 e += 1
         n += 1
         tasks.pred_ptr[n] = e

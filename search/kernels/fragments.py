@@ -3,15 +3,16 @@
 A fragment is addressed by the word where it starts. It is a header, and behind it, one after the other:
 
     operator    its tasks
-    value       assemblies, and one more as a sentinel; pieces; readers; of every reading its first reader; of every
-                reader its assembly; of every source task its device; the bytes of pieces, which are those of all
-                assemblies of one region; of every source task its first piece, and one more; the pieces by source task
-                (both once they are asked for, until then -1 comes first);
+    value       assemblies, and one more as a sentinel; readers; of every reading its first reader; of every reader its
+                assembly; of every source task its device; bytes of pieces; the source tasks of pieces;
                 collectives, and one more as a sentinel; the assemblies that they serve; their source tasks; times;
                 loads
     static      holders; cells
 
-A source task is a task of the operator that makes the value. Functions that end in `_of` return one of these arrays,
+A source task is a task of the operator that makes the value. A sum over devices has as many pieces as there are pairs
+of these: assemblies of one region share the bytes of their pieces, and, where no part has replicas, the source tasks.
+
+Functions that end in `_of` return one of these arrays,
 for kernels alone; elsewhere `arena[start:end].view(PIECE)` does.
 """
 
@@ -54,16 +55,21 @@ TASK = _record(
     "backward_launch_ns",
 )  # fmt: skip
 # remote_pieces: those that travel. transfers: those of them that no collective serves. reads: collectives and pieces
-# that readers wait for; piece_reads: pieces, were there no collectives.
+# that readers wait for; piece_reads: pieces, were there no collectives. listed: source tasks of pieces that are there.
 VALUE = _record(
-    "assemblies", "pieces", "readers", "sources", "sizes", "remote_pieces", "readings", "collectives_at",
-    "collectives", "transfers", "reads", "piece_reads", "times_at", "loads",
+    "assemblies", "pieces", "listed", "readers", "sources", "sizes", "remote_pieces", "readings",
+    "collectives_at", "collectives", "transfers", "reads", "piece_reads", "times_at", "loads",
 )  # fmt: skip
-# What a device needs of a value. collective: that serves it, or -1. first_size: of its first piece.
-ASSEMBLY = _record("device", "copied_bytes", "first_piece", "first_size", "first_reader", "collective")
-# Of a sum over devices there are as many as pairs of these. rank: among remote pieces, transfers first, or -1 where
-# source and reader are on one device.
-PIECE = _record(numbers=("source", "rank"))
+# What a device needs of a value. first_piece, first_size: where source tasks and bytes of its pieces begin.
+# collective: that serves it, or -1. locals: how many pieces are on the device already, first_local the first of them.
+# first_transfer: the number, among the value's, of its first transfer.
+ASSEMBLY = _record(
+    "copied_bytes",
+    numbers=(
+        "device", "pieces", "first_piece", "first_size", "first_reader", "collective", "locals", "first_local",
+        "first_transfer",
+    ),
+)  # fmt: skip
 # What a transfer takes, and that of its gradient.
 TRANSFER_TIME = _record("run_ns", "back_ns")
 READER = _record(numbers=("reading", "task"))
@@ -95,8 +101,7 @@ def word_of(record: np.dtype[Any], field: str) -> int:
 
 
 OPERATOR_WORDS, TASK_WORDS = words_in(OPERATOR), words_in(TASK)
-VALUE_WORDS, ASSEMBLY_WORDS, PIECE_WORDS = words_in(VALUE), words_in(ASSEMBLY), words_in(PIECE)
-READER_WORDS = words_in(READER)
+VALUE_WORDS, ASSEMBLY_WORDS, READER_WORDS = words_in(VALUE), words_in(ASSEMBLY), words_in(READER)
 COLLECTIVE_WORDS, TRANSFER_TIME_WORDS, LOAD_WORDS = (
     words_in(COLLECTIVE),
     words_in(TRANSFER_TIME),
@@ -153,17 +158,9 @@ def assemblies_of(arena: Array, at: int) -> Array:
 
 
 @_accessor
-def pieces_of(arena: Array, at: int) -> Array:
-    """Return the pieces of a value, assembly by assembly."""
-    value = value_header(arena, at)
-    return _records(arena, at + VALUE_WORDS + ASSEMBLY_WORDS * (value.assemblies + 1), value.pieces, PIECE)
-
-
-@_accessor
 def readers_at(arena: Array, at: int) -> int:
     """Return where the readers of a value start."""
-    value = value_header(arena, at)
-    return int(at + VALUE_WORDS + ASSEMBLY_WORDS * (value.assemblies + 1) + PIECE_WORDS * value.pieces)
+    return int(at + VALUE_WORDS + ASSEMBLY_WORDS * (value_header(arena, at).assemblies + 1))
 
 
 @_accessor
@@ -198,31 +195,23 @@ def source_devices_of(arena: Array, at: int) -> Array:
 
 @_accessor
 def sizes_of(arena: Array, at: int) -> Array:
-    """Return the bytes of a value's pieces: those of one assembly follow each other, as its pieces do."""
+    """Return the bytes of a value's pieces; those of one assembly follow each other."""
     value = value_header(arena, at)
     start = readers_at(arena, at) + (READER_WORDS + 1) * value.readers + value.readings + value.sources
     return _records(arena, start, value.sizes, _INT)
 
 
 @_accessor
-def by_source_words(pieces: int) -> int:
-    """Return the words that the pieces of a value by source task take."""
-    return (pieces + 1) // 2
+def listed_words(listed: int) -> int:
+    """Return the words that source tasks of pieces take."""
+    return (listed + 1) // 2
 
 
 @_accessor
-def first_pieces_of(arena: Array, at: int) -> Array:
-    """Return, for each source task, the position of its first piece in `pieces_by_source_of`, and their number."""
+def piece_sources_of(arena: Array, at: int) -> Array:
+    """Return the source tasks of a value's pieces; those of one assembly follow each other."""
     value = value_header(arena, at)
-    start = at + value.collectives_at - by_source_words(value.pieces) - value.sources - 1
-    return _records(arena, start, value.sources + 1, _INT)
-
-
-@_accessor
-def pieces_by_source_of(arena: Array, at: int) -> Array:
-    """Return the pieces of a value by source task."""
-    value = value_header(arena, at)
-    return _records(arena, at + value.collectives_at - by_source_words(value.pieces), value.pieces, _NUMBER)
+    return _records(arena, at + value.collectives_at - listed_words(value.listed), value.listed, _NUMBER)
 
 
 @_accessor
@@ -252,7 +241,7 @@ def served_sources_of(arena: Array, at: int) -> Array:
 
 @_accessor
 def transfer_times_of(arena: Array, at: int) -> Array:
-    """Return what the transfers of a value take, by their ranks."""
+    """Return what the transfers of a value take, by their numbers."""
     value = value_header(arena, at)
     return _records(arena, at + value.times_at, value.transfers, TRANSFER_TIME)
 

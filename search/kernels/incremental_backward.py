@@ -8,7 +8,7 @@ from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
     first_readers_of,
-    pieces_of,
+    piece_sources_of,
     read_assemblies_of,
     served_assemblies_of,
     served_sources_of,
@@ -260,7 +260,7 @@ def simulate_gradient_transfers(
         return True
     pool, last_at = derivation.pool, derivation.last_at[value]
     active_at = derivation.active_at[step.graph.producer[value]]
-    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
     device_T, devices = source_devices_of(arena, fragment), len(machine.debt_ns_D)
     for number in range(len(assemblies) - 1):
         if pool[last_at + number] != operator:
@@ -271,17 +271,18 @@ def simulate_gradient_transfers(
         if machine.deferred[HELD] >= 0 or machine.contended:
             settle_links(step.resource_sets, machine)
         ready_ns = times.backward_ns[last_at + number]
-        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
-            piece = pieces[index]
-            if piece.rank < 0:
+        remote = 0
+        for position in range(assembly.pieces):
+            task = pieces[assembly.first_piece + position]
+            if device_T[task] == assembly.device:
                 continue
-            resource_set = route_set(assembly.device, device_T[piece.source], devices)
-            back_ns = gradient_ns(arena, fragment, number, index, step.links)
+            resource_set = route_set(assembly.device, device_T[task], devices)
+            back_ns = gradient_ns(arena, fragment, number, position, remote, step.links)
+            remote += 1
             end_ns = carry(step.resource_sets, machine, resource_set, ready_ns, back_ns)
             if end_ns < 0:
                 return False
-            source_at = active_at + piece.source
-            times.backward_ns[source_at] = max(times.backward_ns[source_at], end_ns)
+            times.backward_ns[active_at + task] = max(times.backward_ns[active_at + task], end_ns)
     return True
 
 

@@ -8,7 +8,7 @@ from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
     first_readers_of,
-    pieces_of,
+    piece_sources_of,
     read_assemblies_of,
     served_assemblies_of,
     served_sources_of,
@@ -180,19 +180,21 @@ def simulate_transfers(
         return True
     if machine.deferred[HELD] >= 0 or machine.contended:
         settle_links(sets, machine)
-    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
     transfer_times = transfer_times_of(arena, fragment)
     device_T, devices = source_devices_of(arena, fragment), len(machine.debt_ns_D)
+    transfer = 0
     for number in range(len(assemblies) - 1):
         assembly = assemblies[number]
         if assembly.collective >= 0:
             continue
-        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
-            piece = pieces[index]
-            if piece.rank < 0:
+        for index in range(assembly.first_piece, assembly.first_piece + assembly.pieces):
+            source = device_T[pieces[index]]
+            if source == assembly.device:
                 continue
-            resource_set = route_set(device_T[piece.source], assembly.device, devices)
-            ready_ns, run_ns = forward_ns[active_at + piece.source], transfer_times[piece.rank].run_ns
+            resource_set = route_set(source, assembly.device, devices)
+            ready_ns, run_ns = forward_ns[active_at + pieces[index]], transfer_times[transfer].run_ns
+            transfer += 1
             end_ns = carry(sets, machine, resource_set, ready_ns, run_ns)
             if end_ns < 0:
                 return False

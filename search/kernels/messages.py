@@ -8,7 +8,7 @@ from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
     loads_of,
-    pieces_of,
+    piece_sources_of,
     read_assemblies_of,
     sizes_of,
     source_devices_of,
@@ -35,23 +35,35 @@ def route_set(source: int, destination: int, devices: int) -> int:
 
 
 @inner
-def piece_bytes(arena: Array, at: int, number: int, index: int) -> int:
-    """Return the bytes of a piece of an assembly."""
-    assembly = assemblies_of(arena, at)[number]
-    return int(sizes_of(arena, at)[assembly.first_size + index - assembly.first_piece])
+def remote_before(arena: Array, at: int, number: int, position: int) -> int:
+    """Return how many pieces of an assembly, before that at a position, come from other devices."""
+    assembly, pieces, device_T = (
+        assemblies_of(arena, at)[number],
+        piece_sources_of(arena, at),
+        source_devices_of(arena, at),
+    )
+    remote, left, before = position, assembly.locals, assembly.first_local
+    while left > 0 and before < position:
+        if device_T[pieces[assembly.first_piece + before]] == assembly.device:
+            remote -= 1
+            left -= 1
+        before += 1
+    return int(remote)
 
 
 @inner
-def gradient_ns(arena: Array, at: int, number: int, index: int, links: ExchangeLinks) -> int:
+def gradient_ns(arena: Array, at: int, number: int, position: int, remote: int, links: ExchangeLinks) -> int:
     """Return what the gradient of a remote piece of an assembly takes by itself.
 
     Pieces that a collective serves have no time of their own: few of their gradients go back by themselves.
+    remote: how many come from other devices before it.
     """
-    assembly, piece = assemblies_of(arena, at)[number], pieces_of(arena, at)[index]
+    assembly = assemblies_of(arena, at)[number]
     if assembly.collective < 0:
-        return int(transfer_times_of(arena, at)[piece.rank].back_ns)
-    back = assembly.device * len(links.node_D) + source_devices_of(arena, at)[piece.source]
-    return transfer_ns(links, back, piece_bytes(arena, at, number, index))
+        return int(transfer_times_of(arena, at)[assembly.first_transfer + remote].back_ns)
+    source = source_devices_of(arena, at)[piece_sources_of(arena, at)[assembly.first_piece + position]]
+    size_bytes = sizes_of(arena, at)[assembly.first_size + position]
+    return transfer_ns(links, assembly.device * len(links.node_D) + source, size_bytes)
 
 
 @quick_entry
@@ -105,24 +117,26 @@ def exchange_by_part(
     """
     assemblies, pieces, collectives, times = (
         assemblies_of(arena, at),
-        pieces_of(arena, at),
+        piece_sources_of(arena, at),
         collectives_of(arena, at),
         transfer_times_of(arena, at),
     )
+    device_T = source_devices_of(arena, at)
     read_assemblies = read_assemblies_of(arena, at)
     for task in range(len(read_assemblies)):
         number = read_assemblies[task]
-        served_by = assemblies[number].collective
+        assembly = assemblies[number]
+        served_by, transfer = assembly.collective, assembly.first_transfer
         reader = task // reader_replicas
-        for index in range(assemblies[number].first_piece, assemblies[number + 1].first_piece):
-            piece = pieces[index]
-            source = piece.source // source_replicas
+        for index in range(assembly.first_piece, assembly.first_piece + assembly.pieces):
+            source = pieces[index] // source_replicas
             there_ns = back_ns = 0
-            if piece.rank >= 0 and sure:
+            if device_T[pieces[index]] != assembly.device and sure:
                 if served_by >= 0:
                     there_ns, back_ns = collectives[served_by].run_ns, collectives[served_by].back_ns
                 else:
-                    there_ns, back_ns = times[piece.rank].run_ns, times[piece.rank].back_ns
+                    there_ns, back_ns = times[transfer].run_ns, times[transfer].back_ns
+                    transfer += 1
             if there[source, reader] < 0 or there_ns < there[source, reader]:
                 there[source, reader] = there_ns
             if back[reader, source] < 0 or back_ns < back[reader, source]:

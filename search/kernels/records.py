@@ -216,6 +216,15 @@ class Scratch(NamedTuple):
     counts: Array  # 0 tasks, 1 dependencies
 
 
+class GradientsBySource(NamedTuple):
+    """The gradients that each backward task of one operator waits for: what is of which piece of which value."""
+
+    first_T: Array  # T + 1, into the others
+    value_G: Array
+    assembly_G: Array
+    position_G: Array  # of the piece in the assembly; -1: all that its collective sums
+
+
 class Buckets(NamedTuple):
     """Gradient buckets, in the order of their all-reduces, with linked lists of weights."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.backward_tasks import emit_backward
-from search.kernels.cache import entry, inner, quick_entry
+from search.kernels.cache import entry, inner, inner_with_arrays, quick_entry
 from search.kernels.forward_tasks import emit_forward, emit_renewals
 from search.kernels.fragments import collectives_of, operator_header, value_header
-from search.kernels.records import Array, Emission
+from search.kernels.records import Array, Emission, GradientsBySource
 from search.kernels.update_tasks import emit_update_gathers, emit_updates
 
 
@@ -91,6 +91,25 @@ def most_gradient_reads(emission: Emission, value: int) -> int:
     return int(header.reads)
 
 
+@inner_with_arrays
+def room_by_source(emission: Emission) -> GradientsBySource:
+    """Return room for the gradients that the backward tasks of any one operator wait for."""
+    graph, fragments, arena = emission.graph, emission.fragments, emission.arena
+    most_tasks = most_pieces = 0
+    for operator in range(len(fragments.operator_at)):
+        pieces = 0
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            pieces += value_header(arena, fragments.value_at[graph.output_value[output]]).pieces
+        most_pieces = max(most_pieces, pieces)
+        most_tasks = max(most_tasks, operator_header(arena, fragments.operator_at[operator]).tasks)
+    return GradientsBySource(
+        np.empty(most_tasks + 1, np.int64),
+        np.empty(most_pieces, np.int32),
+        np.empty(most_pieces, np.int32),
+        np.empty(most_pieces, np.int32),
+    )
+
+
 @entry
 def emit_task_graph(emission: Emission, update_ns_D: Array, update_origin_D: Array) -> int:
     """Write the task graph; return the number of its tasks. `most_tasks` fit into `emission.tasks`."""
@@ -103,7 +122,7 @@ def emit_task_graph(emission: Emission, update_ns_D: Array, update_origin_D: Arr
     gathers.blocked_D[:] = -1
     gathers.reduced_D[:] = -1
     emit_forward(emission, 0, graph.loss_operators)
-    emit_backward(emission, np.full(devices, -1, np.int64))
+    emit_backward(emission, room_by_source(emission), np.full(devices, -1, np.int64))
     emit_forward(emission, graph.loss_operators, len(graph.order))
     emit_renewals(emission)
     following_D = np.zeros(devices, np.int64)

@@ -14,7 +14,7 @@ from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
     loads_of,
-    pieces_of,
+    piece_sources_of,
     source_devices_of,
     tasks_of,
     value_header,
@@ -180,17 +180,20 @@ def add_gradient_transfers(
 ) -> None:
     """Add or take away the time of a value's gradients that go back by themselves."""
     arena, pool, devices = step.arena, new.derivation.pool, len(new.derivation.memory_D)
-    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
     device_T = source_devices_of(arena, fragment)
     for number in range(len(assemblies) - 1):
         assembly = assemblies[number]
         served_by = assembly.collective
         if pool[last_at + number] < 0 or (served_by >= 0 and pool[collective_at + served_by] >= 0):
             continue
-        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
-            if pieces[index].rank >= 0:
-                resource_set = route_set(assembly.device, device_T[pieces[index].source], devices)
-                back_ns = gradient_ns(arena, fragment, number, index, step.links)
+        remote = 0
+        for position in range(assembly.pieces):
+            source = device_T[pieces[assembly.first_piece + position]]
+            if source != assembly.device:
+                resource_set = route_set(assembly.device, source, devices)
+                back_ns = gradient_ns(arena, fragment, number, position, remote, step.links)
+                remote += 1
                 add_load(step.resource_sets, resource_set, sign * back_ns, new.load_ns_R)
 
 

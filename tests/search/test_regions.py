@@ -16,8 +16,6 @@ from search.kernels.fragment_writing import ValueSources, write_values
 from search.kernels.fragments import (
     ASSEMBLY,
     ASSEMBLY_WORDS,
-    PIECE,
-    PIECE_WORDS,
     READER_WORDS,
     VALUE,
     VALUE_WORDS,
@@ -68,21 +66,21 @@ def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: i
     state = np.zeros(3, np.int64)
     write_values(arena, sources, np.array([ports]), listed, np.zeros(1, np.int64), state)
     header = arena[:VALUE_WORDS].view(VALUE)[0]
-    pieces_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
-    assemblies = arena[VALUE_WORDS:pieces_at].view(ASSEMBLY)
-    readers_at = pieces_at + PIECE_WORDS * header.pieces
-    sources = arena[pieces_at:readers_at].view(PIECE)["source"].tolist()
+    readers_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
+    assemblies = arena[VALUE_WORDS:readers_at].view(ASSEMBLY)[:-1]
     sizes_at = readers_at + (READER_WORDS + 1) * header.readers + header.readings + header.sources
-    sizes = arena[sizes_at : sizes_at + header.sizes].tolist()
+    pieces_at = sizes_at + header.sizes
+    sizes = arena[sizes_at:pieces_at].tolist()
+    sources = arena[pieces_at:].view(np.int32)[: header.listed].tolist()
     found = [
         list(
             zip(
-                sources[one.first_piece : other.first_piece],
-                sizes[one.first_size : one.first_size + other.first_piece - one.first_piece],
+                sources[one.first_piece : one.first_piece + one.pieces],
+                sizes[one.first_size : one.first_size + one.pieces],
                 strict=True,
             )
         )
-        for one, other in itertools.pairwise(assemblies)
+        for one in assemblies
     ]
     assert state[0] > 0
     assert state[1] == 1
