@@ -1,4 +1,4 @@
-"""Policies of gradients' sums between hosts: data parallelism with buckets and with P3, predicted and measured.
+"""Policies between hosts, predicted and measured: gradients' sums in buckets and by P3, gathers by TIC and TAC.
 
 On two hosts of two devices joined by a wire (`scripts/testbed`, so it needs root), with whatever all-reduce is the
 cheapest there. A gain is the share of the step with buckets that a policy saves.
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # Strategies with the policies of their synchronization; the first of each is what its others are compared with. P3's
 # slices are as in the paper, and five times as large.
 WAYS = (
-    "data-parallel fifo", "data-parallel p3:200000", "data-parallel p3:1000000", "zero fifo", "zero tic"
+    "data-parallel fifo", "data-parallel p3:200000", "data-parallel p3:1000000",
+    "zero fifo", "zero tic", "zero tac", "zero p3:1000000",
 )  # fmt: skip
 
 
