@@ -17,12 +17,14 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
-from search.kernels.messages import gradient_ns, remote_before, route_set
+from search.kernels.messages import gradient_ns, route_set
 from search.kernels.records import (
     BACKWARD,
     GRADIENT_COLLECTIVE,
     GRADIENT_TRANSFER,
     RECOMPUTE,
+    STAYS,
+    SUMMED,
     SYNCHRONIZE,
     Array,
     Emission,
@@ -93,22 +95,21 @@ def await_gradients(emission: Emission, part: int, by_source: GradientsBySource,
     """Let a backward task wait for the gradients of its pieces; return the end of the dependencies."""
     derivation, scratch, tasks, arena = emission.derivation, emission.scratch, emission.tasks, emission.arena
     for entry in range(by_source.first_T[part], by_source.first_T[part + 1]):
-        value, number, position = (
+        value, number, message = (
             by_source.value_G[entry],
             by_source.assembly_G[entry],
-            by_source.position_G[entry],
+            by_source.message_G[entry],
         )
-        fragment, flat = emission.fragments.value_at[value], derivation.last_at[value] + number
-        assembly, device_T = assemblies_of(arena, fragment)[number], source_devices_of(arena, fragment)
-        if position < 0:
+        if message == STAYS:
+            e = await_readers(emission, value, number, e)
+            continue
+        if message == SUMMED:
+            assembly = assemblies_of(arena, emission.fragments.value_at[value])[number]
             collective = derivation.collective_at[value] + assembly.collective
             tasks.pred[e] = scratch.gradient_collective[collective]
-            e += 1
-        elif device_T[part] == assembly.device:
-            e = await_readers(emission, value, number, e)
         else:
-            tasks.pred[e] = scratch.gradient_base[flat] + remote_before(arena, fragment, number, position)
-            e += 1
+            tasks.pred[e] = scratch.gradient_base[derivation.last_at[value] + number] + message
+        e += 1
     return e
 
 
@@ -123,25 +124,34 @@ def sort_gradients(emission: Emission, operator: int, by_source: GradientsBySour
             value = graph.output_value[output]
             fragment, last_at = emission.fragments.value_at[value], derivation.last_at[value]
             assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
+            device_T = source_devices_of(arena, fragment)
             for number in range(len(assemblies) - 2, -1, -1):
                 assembly = assemblies[number]
                 if derivation.pool[last_at + number] < 0:
                     continue
-                collective = assembly.collective
-                if collective < 0 or derivation.pool[derivation.collective_at[value] + collective] < 0:
-                    for position in range(assembly.pieces - 1, -1, -1):
-                        task = pieces[assembly.first_piece + position]
-                        add_gradient(by_source, writes, task, value, number, position)
+                served_by, first, message = (
+                    assembly.collective,
+                    assembly.first_piece,
+                    assembly.pieces - assembly.locals,
+                )
+                if served_by < 0 or derivation.pool[derivation.collective_at[value] + served_by] < 0:
+                    for index in range(first + assembly.pieces - 1, first - 1, -1):
+                        task = pieces[index]
+                        if device_T[task] == assembly.device:
+                            add_gradient(by_source, writes, task, value, number, STAYS)
+                        else:
+                            message -= 1
+                            add_gradient(by_source, writes, task, value, number, message)
                     continue
                 # One task stands for all assemblies that the collective serves.
-                of, following = (
-                    collectives_of(arena, fragment)[collective],
-                    collectives_of(arena, fragment)[collective + 1],
+                collective, following = (
+                    collectives_of(arena, fragment)[served_by],
+                    collectives_of(arena, fragment)[served_by + 1],
                 )
-                if served_assemblies_of(arena, fragment)[of.first_assembly] == number:
+                if served_assemblies_of(arena, fragment)[collective.first_assembly] == number:
                     sources = served_sources_of(arena, fragment)
-                    for index in range(following.first_source - 1, of.first_source - 1, -1):
-                        add_gradient(by_source, writes, sources[index], value, number, -1)
+                    for index in range(following.first_source - 1, collective.first_source - 1, -1):
+                        add_gradient(by_source, writes, sources[index], value, number, SUMMED)
         if not writes:
             # To where those of each task end; then backwards to where they begin.
             for task in range(1, count + 1):
@@ -150,7 +160,7 @@ def sort_gradients(emission: Emission, operator: int, by_source: GradientsBySour
 
 @inner
 def add_gradient(
-    by_source: GradientsBySource, writes: int, task: int, value: int, number: int, position: int
+    by_source: GradientsBySource, writes: int, task: int, value: int, number: int, message: int
 ) -> None:
     """Count a gradient that a task waits for, or write it before those of the task that are written."""
     if not writes:
@@ -159,7 +169,7 @@ def add_gradient(
     by_source.first_T[task] -= 1
     entry = by_source.first_T[task]
     by_source.value_G[entry], by_source.assembly_G[entry] = value, number
-    by_source.position_G[entry] = position
+    by_source.message_G[entry] = message
 
 
 @inner
@@ -224,16 +234,17 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
     """Emit the transfers of the gradients that one operator's backward completes."""
     derivation = emission.derivation
     graph, scratch, arena = emission.graph, emission.scratch, emission.arena
-    n, e, devices = scratch.counts[0], scratch.counts[1], len(emission.links.node_D)
+    n, e = scratch.counts[0], scratch.counts[1]
     for index in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
         value = graph.read_value[index]
         fragment = emission.fragments.value_at[value]
         assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
         device_T, sizes = source_devices_of(arena, fragment), sizes_of(arena, fragment)
-        first_piece = 0
+        # The number of a piece counts those of all assemblies, though these share lists.
+        following = 0
         for number in range(len(assemblies) - 1):
-            assembly, piece, flat = assemblies[number], first_piece, derivation.last_at[value] + number
-            first_piece += assembly.pieces
+            assembly, piece, flat = assemblies[number], following, derivation.last_at[value] + number
+            following += assembly.pieces
             if derivation.pool[flat] != operator:
                 continue
             if (
@@ -247,7 +258,7 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
                 task = pieces[assembly.first_piece + position]
                 if device_T[task] == assembly.device:
                     continue
-                resource_set = route_set(assembly.device, device_T[task], devices)
+                resource_set = route_set(emission.links, assembly.device, device_T[task])
                 back_ns = gradient_ns(arena, fragment, number, position, remote, emission.links)
                 size_bytes = sizes[assembly.first_size + position]
                 put_communication(

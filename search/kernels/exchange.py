@@ -83,7 +83,7 @@ def write_exchange(
     words = collectives_at
     if value.remote_pieces >= FEWEST_DEVICES - 1:
         region = readers.region[first_reader]
-        words = write_collectives(arena, at, region, sources.device, devices, summable)
+        words = write_collectives(arena, at, region, devices, summable)
     count_reads(arena, at)
     return int(words + write_transfers(arena, at, words, links))
 
@@ -189,7 +189,7 @@ def write_pieces(
     item_bytes: int,
     first_reader: Array,
 ) -> None:
-    """Write the assemblies, but for their first readers, and their pieces."""
+    """Write source devices, pieces, and assemblies but for their first readers and first transfers."""
     replicas, value, assemblies = sources.replicas, value_header(arena, at), assemblies_of(arena, at)
     pieces, device_T, sizes = piece_sources_of(arena, at), source_devices_of(arena, at), sizes_of(arena, at)
     for task in range(len(device_T)):
@@ -198,8 +198,8 @@ def write_pieces(
         sizes[overlap] = overlaps.elements[overlap] * item_bytes
         if replicas == 1:
             pieces[overlap] = overlaps.group[overlap]
-    # Of the latest region: by device, where its first piece there is, and behind each the next one.
-    first_D, next_P = np.full(len(links.node_D), -1, np.int64), np.empty(len(pieces), np.int64)
+    # Of the latest list of source tasks, how many are on each device.
+    locals_D = np.zeros(len(links.node_D), np.int64)
     begin = end = number = 0
     value.remote_pieces = 0
     for reader_index in range(len(first_reader)):
@@ -219,21 +219,16 @@ def write_pieces(
             first = first_size
         if first != begin or first + count != end:
             for piece in range(begin, end):
-                first_D[device_T[pieces[piece]]] = -1
+                locals_D[device_T[pieces[piece]]] = 0
             begin, end = first, first + count
-            for piece in range(end - 1, begin - 1, -1):
-                source = device_T[pieces[piece]]
-                next_P[piece], first_D[source] = first_D[source], piece
-        local = first_D[device]
+            for piece in range(begin, end):
+                locals_D[device_T[pieces[piece]]] += 1
         assembly = assemblies[reader_index]
         assembly.device, assembly.pieces, assembly.collective = device, count, -1
         assembly.first_piece, assembly.first_size = first, first_size
-        assembly.first_local, assembly.locals = local - first, 0
-        direct = count == 1 and local >= 0 and sources.region[pieces[first]] == wanted
+        assembly.locals = locals_D[device]
+        direct = count == 1 and assembly.locals == 1 and sources.region[pieces[first]] == wanted
         assembly.copied_bytes = 0 if direct else readers.region_elements[wanted] * item_bytes
-        while local >= 0:
-            assembly.locals += 1
-            local = next_P[local]
         value.remote_pieces += count - assembly.locals
     sentinel = assemblies[len(first_reader)]
     sentinel.device = sentinel.collective = -1
@@ -272,19 +267,17 @@ def find(leader: Array, node: int) -> int:
 
 
 @inner_with_arrays
-def write_collectives(
-    arena: Array, at: int, region: Array, source_device: Array, devices: int, summable: int
-) -> int:
-    """Write the collectives of a value fragment; return the fragment's words.
+def write_collectives(arena: Array, at: int, region: Array, devices: int, summable: int) -> int:
+    """Write the collectives of a value fragment; return its words up to the times of transfers.
 
     The same as `graph.collectives.recognize`, which is its oracle. region: the number of each assembly's.
     """
     value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), piece_sources_of(arena, at)
-    ptr, members = find_components(arena, at, source_device, devices)
+    ptr, members = find_components(arena, at, devices)
     collective_count = served = 0
     for component in range(len(ptr) - 1):
         group = members[ptr[component] : ptr[component + 1]]
-        kind = kind_of(arena, at, group, region, source_device, devices, summable)
+        kind = kind_of(arena, at, group, region, devices, summable)
         if kind >= 0:
             for number in group:
                 assemblies[number].collective = collective_count
@@ -301,7 +294,7 @@ def write_collectives(
     served_at = at + value.collectives_at + COLLECTIVE_WORDS * (collective_count + 1)
     task_at = served_at + served
     member = task = 0
-    last_in = np.full(len(source_device), -1, np.int64)
+    last_in = np.full(value.sources, -1, np.int64)
     for number in range(collective_count):
         collective = collectives[number]
         collective.first_assembly, collective.first_source = member, task
@@ -312,7 +305,7 @@ def write_collectives(
                 continue
             served_assemblies[member] = index
             member += 1
-            if task == collective.first_source + len(source_device) or assembly.first_piece == latest:
+            if task == collective.first_source + value.sources or assembly.first_piece == latest:
                 continue  # all of these tasks are sources already
             latest = assembly.first_piece
             for piece in range(latest, latest + assembly.pieces):
@@ -327,10 +320,10 @@ def write_collectives(
 
 
 @inner_with_arrays
-def find_components(arena: Array, at: int, source_device: Array, devices: int) -> tuple[Array, Array]:
+def find_components(arena: Array, at: int, devices: int) -> tuple[Array, Array]:
     """Return the assemblies that pieces between devices connect, within one reading: pointers, and assemblies."""
     value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), piece_sources_of(arena, at)
-    readers = readers_of(arena, at)
+    readers, device_T = readers_of(arena, at), source_devices_of(arena, at)
     leader = np.arange(value.readings * devices)
     node_of = np.full(value.assemblies, -1, np.int64)
     # Of pieces that assemblies share: the latest of these that was connected with their sources.
@@ -342,13 +335,14 @@ def find_components(arena: Array, at: int, source_device: Array, devices: int) -
         base = readers[assembly.first_reader].reading * devices
         first, latest = assembly.first_piece, latest_P[assembly.first_piece]
         node_of[number] = base + assembly.device
-        if latest >= 0 and readers[assemblies[latest].first_reader].reading * devices == base:
+        # Readings ascend.
+        if latest >= 0 and node_of[latest] >= base:
             there = find(leader, node_of[latest])
             leader[there] = find(leader, node_of[number])
             continue
         latest_P[first] = number
         for piece in range(first, first + assembly.pieces):
-            there = find(leader, base + source_device[pieces[piece]])
+            there = find(leader, base + device_T[pieces[piece]])
             leader[there] = find(leader, node_of[number])
     component_of = np.full(len(leader), -1, np.int64)
     components = 0
@@ -394,19 +388,19 @@ def kind_of(
     at: int,
     group: Array,
     region: Array,
-    source_device: Array,
     devices: int,
     summable: int,
 ) -> int:
     """Return which collective serves exactly the connected assemblies of `group`, or -1."""
     assemblies, pieces, sizes = assemblies_of(arena, at), piece_sources_of(arena, at), sizes_of(arena, at)
+    device_T = source_devices_of(arena, at)
     is_reader = np.zeros(devices, np.bool_)
     is_source = np.zeros(devices, np.bool_)
     task_on = np.full(devices, -1, np.int64)
     seen_by = np.full(devices, -1, np.int64)
     leading = assemblies[group[0]]
     for number in range(leading.first_piece, leading.first_piece + leading.pieces):
-        task_on[source_device[pieces[number]]] = pieces[number]
+        task_on[device_T[pieces[number]]] = pieces[number]
     sums = summable != 0
     same_tasks = same_region = full = even = level = True
     for index in range(len(group)):
@@ -422,7 +416,7 @@ def kind_of(
             continue  # the same pieces
         for position in range(assembly.pieces):
             task, size_bytes = pieces[assembly.first_piece + position], sizes[assembly.first_size + position]
-            device = source_device[task]
+            device = device_T[task]
             if seen_by[device] == index:
                 return -1
             seen_by[device] = index

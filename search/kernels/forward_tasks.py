@@ -168,11 +168,12 @@ def emit_transfers(emission: Emission, operator: int, value: int, kind: int) -> 
         return
     assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
     transfer_times, sizes = transfer_times_of(arena, fragment), sizes_of(arena, fragment)
-    device_T, devices = source_devices_of(arena, fragment), len(emission.links.node_D)
-    transfer = first_piece = 0
+    device_T = source_devices_of(arena, fragment)
+    # The number of a piece counts those of all assemblies, though these share lists.
+    transfer = following = 0
     for number in range(len(assemblies) - 1):
-        assembly, piece = assemblies[number], first_piece
-        first_piece += assembly.pieces
+        assembly, piece = assemblies[number], following
+        following += assembly.pieces
         if assembly.collective >= 0:
             continue
         for position in range(assembly.pieces):
@@ -180,7 +181,7 @@ def emit_transfers(emission: Emission, operator: int, value: int, kind: int) -> 
             if device_T[task] == assembly.device:
                 continue
             resource_set, run_ns = (
-                route_set(device_T[task], assembly.device, devices),
+                route_set(emission.links, device_T[task], assembly.device),
                 transfer_times[transfer].run_ns,
             )
             size_bytes = sizes[assembly.first_size + position]

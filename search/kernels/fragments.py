@@ -9,11 +9,11 @@ A fragment is addressed by the word where it starts. It is a header, and behind 
                 loads
     static      holders; cells
 
-A source task is a task of the operator that makes the value. A sum over devices has as many pieces as there are pairs
-of these: assemblies of one region share the bytes of their pieces, and, where no part has replicas, the source tasks.
+A source task is a task of the operator that makes the value. A sum over devices has a piece for each pair of a source
+task and a device that reads it: assemblies of one region share the bytes of their pieces, and, where no part has
+replicas, the list of their source tasks.
 
-Functions that end in `_of` return one of these arrays,
-for kernels alone; elsewhere `arena[start:end].view(PIECE)` does.
+Functions that end in `_of` return one of these arrays, for kernels alone; elsewhere `arena[start:end].view(TASK)` does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _accessor(function: Function) -> Function:
 
 
 def _record(*fields: str, numbers: tuple[str, ...] = ()) -> np.dtype[Any]:
-    """Return a record of int64 fields, then of int32 ones: numbers of tasks, of resource sets and the like."""
+    """Return a record of int64 fields, then of int32 ones: numbers of devices, tasks and the like, places in lists."""
     wide, narrow = [(field, np.int64) for field in fields], [(field, np.int32) for field in numbers]
     return np.dtype((np.record, np.dtype([*wide, *narrow], align=True)))
 
@@ -55,19 +55,19 @@ TASK = _record(
     "backward_launch_ns",
 )  # fmt: skip
 # remote_pieces: those that travel. transfers: those of them that no collective serves. reads: collectives and pieces
-# that readers wait for; piece_reads: pieces, were there no collectives. listed: source tasks of pieces that are there.
+# that readers wait for; piece_reads: pieces, were there no collectives. listed,
+# sizes: how many source tasks and how many bytes of pieces stand here. times_at: where times and loads begin.
 VALUE = _record(
     "assemblies", "pieces", "listed", "readers", "sources", "sizes", "remote_pieces", "readings",
     "collectives_at", "collectives", "transfers", "reads", "piece_reads", "times_at", "loads",
 )  # fmt: skip
 # What a device needs of a value. first_piece, first_size: where source tasks and bytes of its pieces begin.
-# collective: that serves it, or -1. locals: how many pieces are on the device already, first_local the first of them.
-# first_transfer: the number, among the value's, of its first transfer.
+# collective: that serves it, or -1. locals: how many pieces are on the device already. first_transfer: the number,
+# among the value's, of its first transfer.
 ASSEMBLY = _record(
     "copied_bytes",
     numbers=(
-        "device", "pieces", "first_piece", "first_size", "first_reader", "collective", "locals", "first_local",
-        "first_transfer",
+        "device", "pieces", "first_piece", "first_size", "first_reader", "collective", "locals", "first_transfer",
     ),
 )  # fmt: skip
 # What a transfer takes, and that of its gradient.
@@ -195,7 +195,7 @@ def source_devices_of(arena: Array, at: int) -> Array:
 
 @_accessor
 def sizes_of(arena: Array, at: int) -> Array:
-    """Return the bytes of a value's pieces; those of one assembly follow each other."""
+    """Return the bytes of a value's pieces; those of one assembly follow each other, and others may share them."""
     value = value_header(arena, at)
     start = readers_at(arena, at) + (READER_WORDS + 1) * value.readers + value.readings + value.sources
     return _records(arena, start, value.sizes, _INT)
@@ -209,7 +209,7 @@ def listed_words(listed: int) -> int:
 
 @_accessor
 def piece_sources_of(arena: Array, at: int) -> Array:
-    """Return the source tasks of a value's pieces; those of one assembly follow each other."""
+    """Return the source tasks of a value's pieces; those of one assembly follow each other, others may share them."""
     value = value_header(arena, at)
     return _records(arena, at + value.collectives_at - listed_words(value.listed), value.listed, _NUMBER)
 

@@ -261,7 +261,7 @@ def simulate_gradient_transfers(
     pool, last_at = derivation.pool, derivation.last_at[value]
     active_at = derivation.active_at[step.graph.producer[value]]
     assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
-    device_T, devices = source_devices_of(arena, fragment), len(machine.debt_ns_D)
+    device_T = source_devices_of(arena, fragment)
     for number in range(len(assemblies) - 1):
         if pool[last_at + number] != operator:
             continue
@@ -276,7 +276,7 @@ def simulate_gradient_transfers(
             task = pieces[assembly.first_piece + position]
             if device_T[task] == assembly.device:
                 continue
-            resource_set = route_set(assembly.device, device_T[task], devices)
+            resource_set = route_set(step.links, assembly.device, device_T[task])
             back_ns = gradient_ns(arena, fragment, number, position, remote, step.links)
             remote += 1
             end_ns = carry(step.resource_sets, machine, resource_set, ready_ns, back_ns)

@@ -175,14 +175,13 @@ def simulate_transfers(
 ) -> bool:
     """Serve the transfers of a value; return False beyond the bound. Arguments as of `simulate_collectives`."""
     arena, sets, forward_ns = step.arena, step.resource_sets, times.forward_ns
-    transfers = value_header(arena, fragment).transfers
-    if transfers == 0:
+    if value_header(arena, fragment).transfers == 0:
         return True
     if machine.deferred[HELD] >= 0 or machine.contended:
         settle_links(sets, machine)
     assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
     transfer_times = transfer_times_of(arena, fragment)
-    device_T, devices = source_devices_of(arena, fragment), len(machine.debt_ns_D)
+    device_T = source_devices_of(arena, fragment)
     transfer = 0
     for number in range(len(assemblies) - 1):
         assembly = assemblies[number]
@@ -192,7 +191,7 @@ def simulate_transfers(
             source = device_T[pieces[index]]
             if source == assembly.device:
                 continue
-            resource_set = route_set(source, assembly.device, devices)
+            resource_set = route_set(step.links, source, assembly.device)
             ready_ns, run_ns = forward_ns[active_at + pieces[index]], transfer_times[transfer].run_ns
             transfer += 1
             end_ns = carry(sets, machine, resource_set, ready_ns, run_ns)

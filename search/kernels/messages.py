@@ -29,26 +29,9 @@ def transfer_ns(links: ExchangeLinks, pair: int, size_bytes: int) -> int:
 
 
 @inner
-def route_set(source: int, destination: int, devices: int) -> int:
+def route_set(links: ExchangeLinks, source: int, destination: int) -> int:
     """Return the resource set of a message from a device to another one (`ResourceSets`)."""
-    return devices + source * devices + destination
-
-
-@inner
-def remote_before(arena: Array, at: int, number: int, position: int) -> int:
-    """Return how many pieces of an assembly, before that at a position, come from other devices."""
-    assembly, pieces, device_T = (
-        assemblies_of(arena, at)[number],
-        piece_sources_of(arena, at),
-        source_devices_of(arena, at),
-    )
-    remote, left, before = position, assembly.locals, assembly.first_local
-    while left > 0 and before < position:
-        if device_T[pieces[assembly.first_piece + before]] == assembly.device:
-            remote -= 1
-            left -= 1
-        before += 1
-    return int(remote)
+    return len(links.node_D) * (1 + source) + destination
 
 
 @inner

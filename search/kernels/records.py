@@ -27,6 +27,8 @@ FEWEST_DEVICES = 3
 # replicas of each part some have, nobody knows which.
 ACTIVE, PARTLY_ACTIVE = -1, -2
 PARTS_PER_MILLION = 1_000_000
+# Instead of a message, of a gradient that is on the device already, or that goes back as one collective.
+STAYS, SUMMED = -2, -1
 # What an operator exchanges with other devices: nothing; by one collective that all of its tasks wait for, or none of
 # them, and that all of them take part in; otherwise.
 LOCAL, ONE_COLLECTIVE, MIXED = range(3)
@@ -217,12 +219,12 @@ class Scratch(NamedTuple):
 
 
 class GradientsBySource(NamedTuple):
-    """The gradients that each backward task of one operator waits for: what is of which piece of which value."""
+    """Which gradients each backward task of one operator waits for, by source task (G gradients)."""
 
     first_T: Array  # T + 1, into the others
     value_G: Array
     assembly_G: Array
-    position_G: Array  # of the piece in the assembly; -1: all that its collective sums
+    message_G: Array  # which of those that the assembly's gradient goes back in, `STAYS` or `SUMMED`
 
 
 class Buckets(NamedTuple):

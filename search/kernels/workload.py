@@ -179,7 +179,7 @@ def add_gradient_transfers(
     step: Step, fragment: int, new: Workload, last_at: int, collective_at: int, sign: int
 ) -> None:
     """Add or take away the time of a value's gradients that go back by themselves."""
-    arena, pool, devices = step.arena, new.derivation.pool, len(new.derivation.memory_D)
+    arena, pool = step.arena, new.derivation.pool
     assemblies, pieces = assemblies_of(arena, fragment), piece_sources_of(arena, fragment)
     device_T = source_devices_of(arena, fragment)
     for number in range(len(assemblies) - 1):
@@ -191,7 +191,7 @@ def add_gradient_transfers(
         for position in range(assembly.pieces):
             source = device_T[pieces[assembly.first_piece + position]]
             if source != assembly.device:
-                resource_set = route_set(assembly.device, source, devices)
+                resource_set = route_set(step.links, assembly.device, source)
                 back_ns = gradient_ns(arena, fragment, number, position, remote, step.links)
                 remote += 1
                 add_load(step.resource_sets, resource_set, sign * back_ns, new.load_ns_R)

@@ -108,7 +108,8 @@ class TaskGraph:
     subject_T: the operator of a forward (also one made again) or backward (also its weight part) or before which
         weights are gathered, the value of a transfer or collective (renewed buffers after the values that operators
         make), the bucket of its sum or of the gather after its update, the device of an update.
-    part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
+    part_T: the task of a forward or backward, the piece of a transfer (counted over all assemblies), the number of
+        a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective, else 0: of an all-gather or reduce-scatter all its
         chunks, of an all-to-all what crosses devices, of others the region.
     launched_ns_T: when the host has issued the task at the earliest, which issues those of a device in program order.

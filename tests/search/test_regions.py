@@ -54,37 +54,11 @@ def sides(dims: int) -> st.SearchStrategy[list[list[IndexSet]]]:
 @given(st.data(), st.integers(0, 3), st.integers(1, 2))
 def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: int, replicas: int) -> None:
     made, read = data.draw(sides(dims)), data.draw(sides(dims))
-    regions, arena = Regions(), np.zeros(1 << 15, np.int64)
+    regions = Regions()
     # All on one device, which needs each region once.
     devices = regions.write([0] * 200)
     ports = [write_side(regions, made, replicas), devices, write_side(regions, read, 1), devices]
-    unmeasured = np.zeros((0, 2), np.int64), np.zeros((0, 2))
-    no_links = np.zeros(2, np.int64), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
-    nowhere = ExchangeLinks(np.zeros(1, np.int64), np.zeros(1), np.ones(1), *unmeasured, *no_links)
-    sources = ValueSources(regions.words.items, regions.common_K3, nowhere, 4, 0)
-    listed = CollectiveList(np.zeros((1, 7), np.int64), *(np.zeros(2, np.int64) for _ in range(4)))
-    state = np.zeros(3, np.int64)
-    write_values(arena, sources, np.array([ports]), listed, np.zeros(1, np.int64), state)
-    header = arena[:VALUE_WORDS].view(VALUE)[0]
-    readers_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
-    assemblies = arena[VALUE_WORDS:readers_at].view(ASSEMBLY)[:-1]
-    sizes_at = readers_at + (READER_WORDS + 1) * header.readers + header.readings + header.sources
-    pieces_at = sizes_at + header.sizes
-    sizes = arena[sizes_at:pieces_at].tolist()
-    sources = arena[pieces_at:].view(np.int32)[: header.listed].tolist()
-    found = [
-        list(
-            zip(
-                sources[one.first_piece : one.first_piece + one.pieces],
-                sizes[one.first_size : one.first_size + one.pieces],
-                strict=True,
-            )
-        )
-        for one in assemblies
-    ]
-    assert state[0] > 0
-    assert state[1] == 1
-    assert found == [
+    assert [pieces for _, pieces in written(regions, ports, 1)] == [
         [
             (group * replicas, 4 * elements)
             for group, theirs in enumerate(itertools.product(*made))
@@ -92,6 +66,59 @@ def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: i
         ]
         for mine in dict.fromkeys(itertools.product(*read))
     ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_devices_share_the_pieces_of_a_region_unless_each_chooses_among_replicas(replicas: int) -> None:
+    regions, halves, everything, elsewhere = Regions(), [((0, 4),), ((4, 8),)], ((0, 8),), ((20, 24),)
+    made, all_of_it = write_side(regions, [halves], replicas), write_side(regions, [[everything]], 2)
+    nothing = write_side(regions, [[elsewhere]], 2)
+    # Parts on devices 0 and 1, their replicas on 1 and 0; devices 0 and 1 read everything, 2 and 3 what nobody makes,
+    # 2 and 3 everything.
+    sources = regions.write([0, 1] if replicas == 1 else [0, 1, 1, 0])
+    first, second = regions.write([0, 1]), regions.write([2, 3])
+    assemblies = written(regions, [made, sources, all_of_it, first, nothing, second, all_of_it, second], 4)
+    own = [[0, 1], [0, 1]] if replicas == 1 else [[0, 3], [1, 2]]
+    expected = [*own, [], [], *([[0, 1]] * 2 if replicas == 1 else [[0, 2]] * 2)]
+    assert [[task for task, _ in pieces] for _, pieces in assemblies] == expected
+    assert [size for _, pieces in assemblies for _, size in pieces] == [16] * 8
+    places = [first_piece for first_piece, pieces in assemblies if pieces]
+    assert len(set(places)) == (1 if replicas == 1 else 4)
+
+
+def written(regions: Regions, ports: list[int], devices: int) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Write a value's fragment; return of each assembly where its pieces begin, and their source tasks and bytes."""
+    arena, no_links = np.zeros(1 << 15, np.int64), (np.zeros(0, np.int64), np.zeros((2, 0), np.int64))
+    unmeasured, pairs = (np.zeros((0, 2), np.int64), np.zeros((0, 2))), devices**2
+    links = ExchangeLinks(
+        np.zeros(devices, np.int64),
+        np.zeros(pairs),
+        np.ones(pairs),
+        *unmeasured,
+        np.zeros(pairs + 1, np.int64),
+        *no_links,
+    )
+    listed = CollectiveList(
+        np.zeros((8, 7), np.int64), np.zeros(99, np.int64), *(np.zeros(6, np.int64) for _ in range(2)),
+        np.zeros(devices, np.int64),
+    )  # fmt: skip
+    state = np.zeros(3, np.int64)
+    values = ValueSources(regions.words.items, regions.common_K3, links, 4, 0)
+    write_values(arena, values, np.array([ports]), listed, np.zeros(1, np.int64), state)
+    assert state[0] > 0
+    assert state[1] == 1
+    header = arena[:VALUE_WORDS].view(VALUE)[0]
+    readers_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
+    sizes_at = readers_at + (READER_WORDS + 1) * header.readers + header.readings + header.sources
+    pieces_at = sizes_at + header.sizes
+    sizes = arena[sizes_at:pieces_at].tolist()
+    source_tasks = arena[pieces_at:].view(np.int32)[: header.listed].tolist()
+    found = []
+    for one in arena[VALUE_WORDS:readers_at].view(ASSEMBLY)[:-1]:
+        first, first_size, count = int(one.first_piece), int(one.first_size), int(one.pieces)
+        of_one = zip(source_tasks[first : first + count], sizes[first_size : first_size + count], strict=True)
+        found.append((first, list(of_one)))
+    return found
 
 
 def write_side(regions: Regions, parts_of_dims: Sequence[Sequence[IndexSet]], replicas: int) -> int:
