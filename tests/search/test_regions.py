@@ -99,9 +99,12 @@ def written(regions: Regions, ports: list[int], devices: int) -> list[tuple[int,
         *no_links,
     )
     listed = CollectiveList(
-        np.zeros((8, 7), np.int64), np.zeros(99, np.int64), *(np.zeros(6, np.int64) for _ in range(2)),
+        np.zeros((8, 7), np.int64),
+        np.zeros(99, np.int64),
+        np.zeros(2, np.int64),
+        np.zeros(6, np.int64),
         np.zeros(devices, np.int64),
-    )  # fmt: skip
+    )
     state = np.zeros(3, np.int64)
     values = ValueSources(regions.words.items, regions.common_K3, links, 4, 0)
     write_values(arena, values, np.array([ports]), listed, np.zeros(1, np.int64), state)
