@@ -90,7 +90,7 @@ def write_exchange(
 
 @inner
 def write_transfers(arena: Array, at: int, times_at: int, links: ExchangeLinks) -> int:
-    """Write what the transfers of a value take, and what of links, after all else; return the words of both."""
+    """Write the times of a value's transfers, and those of links, after all else; return the words of both."""
     value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), piece_sources_of(arena, at)
     value.times_at, value.loads, value.transfers = times_at, 0, 0
     for number in range(value.assemblies):

@@ -55,8 +55,8 @@ TASK = _record(
     "backward_launch_ns",
 )  # fmt: skip
 # remote_pieces: those that travel. transfers: those of them that no collective serves. reads: collectives and pieces
-# that readers wait for; piece_reads: pieces, were there no collectives. listed,
-# sizes: how many source tasks and how many bytes of pieces stand here. times_at: where times and loads begin.
+# that readers wait for; piece_reads: pieces, were there no collectives. listed: the number of source tasks of pieces,
+# sizes: that of their bytes, of which assemblies share both. times_at: where times and loads begin.
 VALUE = _record(
     "assemblies", "pieces", "listed", "readers", "sources", "sizes", "remote_pieces", "readings",
     "collectives_at", "collectives", "transfers", "reads", "piece_reads", "times_at", "loads",
@@ -70,7 +70,7 @@ ASSEMBLY = _record(
         "device", "pieces", "first_piece", "first_size", "first_reader", "collective", "locals", "first_transfer",
     ),
 )  # fmt: skip
-# What a transfer takes, and that of its gradient.
+# Of a transfer, and of its gradient.
 TRANSFER_TIME = _record("run_ns", "back_ns")
 READER = _record(numbers=("reading", "task"))
 # root: a device or -1. priced_bytes: those that its price is for.
@@ -241,7 +241,7 @@ def served_sources_of(arena: Array, at: int) -> Array:
 
 @_accessor
 def transfer_times_of(arena: Array, at: int) -> Array:
-    """Return what the transfers of a value take, by their numbers."""
+    """Return the times of a value's transfers and of their gradients, by their numbers."""
     value = value_header(arena, at)
     return _records(arena, at + value.times_at, value.transfers, TRANSFER_TIME)
 

@@ -1,4 +1,4 @@
-"""Pieces of values as messages between devices: their routes, bytes and times, and what an exchange of them takes."""
+"""Pieces of values as messages between devices: their routes, their times, and the time of a whole exchange."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def route_set(links: ExchangeLinks, source: int, destination: int) -> int:
 
 @inner
 def gradient_ns(arena: Array, at: int, number: int, position: int, remote: int, links: ExchangeLinks) -> int:
-    """Return what the gradient of a remote piece of an assembly takes by itself.
+    """Return the nanoseconds in which the gradient of a remote piece of an assembly goes back by itself.
 
     Pieces that a collective serves have no time of their own: few of their gradients go back by themselves.
     remote: how many come from other devices before it.
@@ -71,7 +71,7 @@ def exchanges_ns(
 def exchange_ns(
     arena: Array, at: int, resource_ptr: Array, resource: Array, devices: int, link_ns: Array, back: int
 ) -> int:
-    """Return what a value's exchange takes by itself: the busiest link's time, forward or back."""
+    """Return the nanoseconds of a value's exchange by itself, forward or back: those of the busiest link."""
     link_ns[:] = 0
     value, loads = value_header(arena, at), loads_of(arena, at)
     for number in range(len(loads)):

@@ -46,7 +46,7 @@ def _graph(name: str) -> OperatorGraph:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_is_communicated_within_a_stretch(name: str, seed: int) -> None:
-    """The instructions of a program that compiles nothing show what happens between a stretch's calls, on every rank.
+    """On every rank, a program that compiles nothing shows the instructions between the calls of a stretch.
 
     Values that only the operators that renew buffers read, after the backward, may be sent in between.
     """
