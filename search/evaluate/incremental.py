@@ -16,8 +16,9 @@ import numpy as np
 
 from graph.strategy import Configuration
 from search.evaluate.optimistic_bound import OptimisticBound
-from search.kernels.incremental import compact, evaluate_program_order
-from search.kernels.records import Array, Fragments, Step, StepTimes, Workload
+from search.kernels.held import LatestHeld
+from search.kernels.incremental import compact, evaluate_program_order, hold_proposal
+from search.kernels.records import Array, Fragments, ProposalArrays, Step, StepTimes, Workload
 from search.outcome import NEVER_NS, Outcome
 from search.simulate.strategy_state import (
     Layout,
@@ -61,6 +62,7 @@ class IncrementalEvaluation:
         self._old_fragments = Fragments(*(array.copy() for array in layout.fragments))
         self._generation = -1
         self._machines = builder.machines
+        self._arrays = LatestHeld(hold_proposal)
         self._current = self._proposed = Outcome(0, 0)
         self._undo: Undo | None = None
 
@@ -142,10 +144,10 @@ class IncrementalEvaluation:
                 self._gathers,
             )
             old, new = self._workloads
+            arrays = ProposalArrays(self._old_fragments, step, old, new, self._machines, self._times)
             makespan_ns, excess_bytes = evaluate_program_order(
-                self._old_fragments, step, old, new, self._machines, self._times,
-                int(folds), bound_ns if self._mechanisms.bound else NEVER_NS,
-            )  # fmt: skip
+                self._arrays.of(arrays), int(folds), bound_ns if self._mechanisms.bound else NEVER_NS
+            )
             if makespan_ns == -2:
                 self._grow()
             elif makespan_ns == -3:

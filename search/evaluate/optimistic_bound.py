@@ -15,8 +15,7 @@ other gradient: elsewhere what fills a bucket would change, and with it when the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 # Where it seldom decides, it is tried for one proposal of so many.
 SELDOM, TRIED_EACH = 0.25, 16
+_NONE: Array = np.zeros(0, np.int64)
 # Weight of the latest proposal in the share that was decided.
 NEWEST = 0.05
 
@@ -56,15 +56,25 @@ class OptimisticBound:
             }
             for operator in graph.operators
         ]
-        # For each operator, the weights that it reads itself.
-        self._weights_read: list[list[int]] = [[] for _ in graph.operators]
-        for weight_index, weight in enumerate(graph.weights):
-            for index in dict.fromkeys(index for index, _ in graph.readers[weight.name]):
-                self._weights_read[index].append(weight_index)
-        # The fragments of weights when it was last counted how many weights sum over sets of so many devices.
-        self._counted_at: Array = np.full(layout.builder.store.wiring.weight_count, -1, np.int64)
+        # For each weight, the operator that alone reads it, else one behind all; and whether an operator reads others.
+        operators, weights = len(graph.operators), graph.weights
+        statics = layout.builder.store.classes.statics[: len(weights)]
+        self._reader_W = np.array(
+            [static.readers[0].operator if len(static.readers) == 1 else operators for static in statics],
+            np.int64,
+        )
+        self._reads_others_O = np.zeros(operators, np.bool_)
+        for weight, reader in zip(weights, self._reader_W.tolist(), strict=True):
+            if reader == operators:
+                self._reads_others_O[[index for index, _ in graph.readers[weight.name]]] = True
+        # Scratch: of each operator whether it is changed, and the number of its configuration.
+        self._is_changed_O, self._number_O = np.zeros(operators + 1, np.bool_), np.zeros(operators, np.int64)
+        # Whether a weight's gradient is summed over any set of so many devices, by the fragments of weights when that
+        # was last found out; and how many weights' are.
+        self._counted_at: Array = np.full(len(weights), -1, np.int64)
+        self._is_summed_WS = np.zeros((len(weights), len(layout.builder.topology.devices) + 1), np.bool_)
+        self._weights_S = np.zeros(self._is_summed_WS.shape[1], np.int64)
         self._generation = -1
-        self._sets: Counter[int] = Counter()
         self._share = 1.0
         self._proposals = 0
 
@@ -88,51 +98,43 @@ class OptimisticBound:
                 codes[index] = PARTLY_ACTIVE
         return self._layout.replace(changed, codes, self._apart(changed))
 
-    def _apart(self, changed: Mapping[int, Configuration]) -> Collection[int]:
+    def _apart(self, changed: Mapping[int, Configuration]) -> Array:
         """Return weights of changed operators whose gradients are summed over sets that are of no other weight.
 
         Sets of different sizes are different sets. Levels of sharing make tasks of their own: none is left out there.
         """
         layout = self._layout
-        if layout.is_shared:
-            return ()
-        store = layout.builder.store
-        sizes = {}
-        numbers = layout.numbers_of(changed)
-        for (index, configuration), number in zip(changed.items(), numbers, strict=True):
-            for weight_index in self._weights_read[index]:
-                size = store.set_size(weight_index, configuration, number)
-                if size is None:
-                    # Those whose sets are not known may be of any size.
-                    return ()
-                sizes[weight_index] = size
+        operators = np.fromiter(changed, np.int64, len(changed))
+        if layout.is_shared or self._reads_others_O[operators].any():
+            return _NONE
+        self._is_changed_O[operators] = True
+        weights: Array = np.flatnonzero(self._is_changed_O[self._reader_W])
+        self._is_changed_O[operators] = False
+        self._number_O[operators] = layout.numbers_of(changed)
+        sizes = layout.builder.store.set_sizes(weights, self._number_O[self._reader_W[weights]])
+        if not sizes.all():
+            # Those whose sets are not known may be of any size.
+            return _NONE
         self._count_sets()
-        of_changed: dict[int, int] = {}
-        for at in layout.fragments.static_at[list(sizes)].tolist():
-            for size in store.set_sizes(at):
-                of_changed[size] = of_changed.get(size, 0) + 1
-        return [
-            weight_index
-            for weight_index, size in sizes.items()
-            if self._sets[size] == of_changed.get(size, 0)
-        ]
+        of_changed_S = self._is_summed_WS[weights].sum(axis=0)
+        apart: Array = weights[self._weights_S[sizes] == of_changed_S[sizes]]
+        return apart
 
     def _count_sets(self) -> None:
         """Count, for the current strategy, the weights whose gradients are summed over sets of so many devices."""
-        self._layout.refresh()
-        store, static_at = (
-            self._layout.builder.store,
-            self._layout.fragments.static_at[: len(self._counted_at)],
-        )
+        layout = self._layout
+        layout.refresh()
+        store, static_at = layout.builder.store, layout.fragments.static_at[: len(self._counted_at)]
         if self._generation != store.generation:
             self._generation = store.generation
             self._counted_at[:] = -1
-            self._sets.clear()
-        for static_index in np.flatnonzero(static_at != self._counted_at).tolist():
-            if self._counted_at[static_index] >= 0:
-                self._sets.subtract(store.set_sizes(int(self._counted_at[static_index])))
-            self._sets.update(store.set_sizes(int(static_at[static_index])))
-            self._counted_at[static_index] = static_at[static_index]
+        for weight in np.flatnonzero(static_at != self._counted_at).tolist():
+            is_summed_S = self._is_summed_WS[weight]
+            self._weights_S -= is_summed_S
+            is_summed_S[:] = False
+            is_summed_S[store.set_sizes_at(int(static_at[weight]))] = True
+            self._weights_S += is_summed_S
+            self._counted_at[weight] = static_at[weight]
 
     def _are_replicated(self, operators: Iterable[int], changed: Mapping[int, Configuration]) -> bool:
         """Return whether any unchanged one has replicas: which of these have a backward then goes by their readers'."""

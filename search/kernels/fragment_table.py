@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from search.kernels.cache import inner, quick_entry
+from search.kernels.cache import entry, inner, quick_entry
+from search.kernels.held import Held, hold
 from search.kernels.records import Array
 
 # Instead of a code of `records`, of an operator that takes its time.
@@ -49,13 +50,36 @@ class FragmentKeys(NamedTuple):
     variant_S: Array
     code_O: Array  # an operator: `WHOLE`, or which of its tasks have a backward where it takes no time
     at_S: Array
+    # Scratch of `find_touched`: zeros between its calls, and what it found.
+    is_touched_S: Array
+    touched_S: Array
 
 
-@quick_entry
-def find_touched(
-    subjects: FragmentSubjects, operators: Array, limit: int, is_touched: Array, touched: Array
-) -> int:
+class FragmentLookup(NamedTuple):
+    """What the fragments of a strategy are looked up in, and those that were not found."""
+
+    subjects: FragmentSubjects
+    table: FragmentTable
+    keys: FragmentKeys
+    missing_N2: Array  # a subject without a fragment, and its entry in the table; of equal ones each
+
+
+@entry
+def hold_lookup(lookup: FragmentLookup) -> Held[FragmentLookup]:
+    """Return a lookup held."""
+    return hold(lookup)
+
+
+@entry
+def find_touched(held: Held[FragmentLookup], operators: Array, limit: int) -> int:
+    """Do `list_touched` in a held lookup."""
+    return list_touched(held.value.subjects, held.value.keys, operators, limit)
+
+
+@inner
+def list_touched(subjects: FragmentSubjects, keys: FragmentKeys, operators: Array, limit: int) -> int:
     """Write the subjects below `limit` that some operators' configurations change, ascending; return how many."""
+    is_touched, touched = keys.is_touched_S, keys.touched_S
     first, last = limit, 0
     for operator in operators:
         for position in range(subjects.touched_ptr[operator], subjects.touched_ptr[operator + 1]):
@@ -72,21 +96,19 @@ def find_touched(
     return count
 
 
-@quick_entry
-def find_fragments(
-    subjects: FragmentSubjects,
-    table: FragmentTable,
-    keys: FragmentKeys,
-    chosen: Array,
-    no_value_at: int,
-    no_static_at: int,
-    missing: Array,
-) -> int:
+@entry
+def find_fragments(held: Held[FragmentLookup], chosen: Array, no_value_at: int, no_static_at: int) -> int:
+    """Do `look_up` in a held lookup."""
+    return look_up(held.value, chosen, no_value_at, no_static_at)
+
+
+@inner
+def look_up(lookup: FragmentLookup, chosen: Array, no_value_at: int, no_static_at: int) -> int:
     """Write where the fragments of chosen subjects start; return how many are still to be derived.
 
     no_value_at, no_static_at: the fragment of a value that goes nowhere, and of a static tensor that nobody holds.
-    missing: pairs of a subject without a fragment and its entry in the table, of equal ones each.
     """
+    subjects, table, keys, missing = lookup
     count = 0
     for subject in chosen:
         if subject >= subjects.values_at:
@@ -159,8 +181,8 @@ def first_slot(table: FragmentTable, begin: int, end: int) -> int:
 def fill_slots(table: FragmentTable) -> None:
     """Write all entries into slots, of which there are others now."""
     table.slot[:] = -1
-    for entry in range(table.counts[0]):
-        slot = first_slot(table, table.key_ptr[entry], table.key_ptr[entry + 1])
+    for number in range(table.counts[0]):
+        slot = first_slot(table, table.key_ptr[number], table.key_ptr[number + 1])
         while table.slot[slot] >= 0:
             slot = (slot + 1) % len(table.slot)
-        table.slot[slot] = entry
+        table.slot[slot] = number

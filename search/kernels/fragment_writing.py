@@ -8,8 +8,9 @@ import numpy as np
 
 from search.kernels.cache import entry, inner, inner_with_arrays
 from search.kernels.collective_list import CollectiveList, list_collectives
-from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentSubjects, FragmentTable
+from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentLookup, FragmentSubjects
 from search.kernels.fragments import OPERATOR_WORDS, TASK_WORDS, operator_header, tasks_of
+from search.kernels.held import Held, hold
 from search.kernels.records import Array, ExchangeLinks
 from search.kernels.regions import write_value
 from search.kernels.static_writing import write_static
@@ -56,25 +57,31 @@ class ValueSources(NamedTuple):
     summable: int
 
 
-@entry
-def write_fragments(
-    subjects: FragmentSubjects,
-    table: FragmentTable,
-    keys: FragmentKeys,
-    sources: FragmentSources,
-    missing: Array,
-    arena: Array,
-    listed: CollectiveList,
-    state: Array,
-) -> int:
-    """Write the fragments of which all is known; return how many subjects are left.
+class FragmentWriting(NamedTuple):
+    """What is missing, what it is derived from, and where it is written."""
 
-    missing: pairs, as `find_fragments` leaves them; those that are left are moved to the front.
-    listed: the collectives of what is written; their resource sets and durations are still to be written.
-    state: where the arena's fragments end; how many things are unknown; whether the arena is too short.
-    """
+    lookup: FragmentLookup
+    sources: FragmentSources
+    arena: Array
+    listed: CollectiveList  # the collectives of what is written, without their resource sets and durations
+    state: (
+        Array  # where the arena's fragments end; how many things are unknown; whether the arena is too short
+    )
+
+
+@entry
+def hold_writing(writing: FragmentWriting) -> Held[FragmentWriting]:
+    """Return a writing held."""
+    return hold(writing)
+
+
+@entry
+def write_fragments(held: Held[FragmentWriting], count: int) -> int:
+    """Write those of the first missing fragments of which all is known; return how many are left, at the front."""
+    lookup, sources, arena, listed, state = held.value
+    subjects, table, keys, missing = lookup
     left = 0
-    for index in range(len(missing)):
+    for index in range(count):
         subject, number = missing[index, 0], missing[index, 1]
         at = table.at[number]
         if at < 0 and is_known(subjects, keys, sources, subject, state):

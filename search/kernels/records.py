@@ -425,6 +425,17 @@ class StepTimes(NamedTuple):
     close_B: Array  # a position: the operator whose backward ends after all others that the bucket waits for, or -1
 
 
+class ProposalArrays(NamedTuple):
+    """All that the evaluation of a proposal reads and writes."""
+
+    old_fragments: Fragments
+    step: Step
+    old: Workload
+    new: Workload
+    machines: Machines
+    times: StepTimes
+
+
 class Sources(NamedTuple):
     """The tasks that make a value: where they are, the region that each makes, and replicas a part."""
 

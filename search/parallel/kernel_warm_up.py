@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast, get_type_hints
+from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
 from numba import boolean, float64, int64
 from numba.core import types
@@ -27,10 +27,11 @@ from graph.errors import UsageError
 from search.kernels.collective_formulas import collectives_ns, price_collectives
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
-from search.kernels.fragment_table import find_fragments, find_touched
-from search.kernels.fragment_writing import write_fragments
+from search.kernels.fragment_table import find_fragments, find_touched, hold_lookup
+from search.kernels.fragment_writing import hold_writing, write_fragments
 from search.kernels.gradient_buckets import fill_buckets
-from search.kernels.incremental import compact, evaluate_program_order
+from search.kernels.held import Held, HeldType
+from search.kernels.incremental import compact, evaluate_program_order, hold_proposal
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
 from search.kernels.regions import find_regions
@@ -72,8 +73,7 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
     },
     "FragmentSources": {"common_K3": _INTS_2D, "at_PD": _INTS_2D, "unknown_N3": _INTS_2D},
     "CollectiveList": {"row_K7": _INTS_2D},
-    "find_fragments": {"missing": _INTS_2D},
-    "write_fragments": {"missing": _INTS_2D},
+    "FragmentLookup": {"missing_N2": _INTS_2D},
     "price_all_reduce": {"leads": _FLAGS, "line_2": _NUMBERS},
     "price_collectives": {"line_KA2": _NUMBERS_3D, "used_KL": _FLAGS_2D},
 }
@@ -129,8 +129,10 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
     asked = (
         (evaluate_program_order, walks),
         (compact, walks),
+        (hold_proposal, walks),
         (number_by_position, order == "priority"),
         (find_touched, True),
+        (hold_lookup, True),
         (fill_buckets, True),
         (find_fragments, True),
         (most_tasks, True),
@@ -142,6 +144,7 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
         (find_regions, True),
         (run_fifo_order, order == "fifo"),
         (run_priority_order, order.startswith("priority")),
+        (hold_writing, True),
         (write_fragments, True),
         (emit_task_graph, True),
     )
@@ -196,6 +199,8 @@ def _type(hint: Any, owner: str, name: str) -> Any:
     """Return numba's type of an argument, or of a field of a tuple."""
     if hint is int:
         return int64
+    if get_origin(hint) is Held:
+        return HeldType([("value", _type(get_args(hint)[0], owner, name))])
     fields = getattr(hint, "_fields", None)
     if fields is None:
         return UNUSUAL.get(owner, {}).get(name, _INTS)

@@ -136,6 +136,11 @@ class GrowingArray:
         """What was appended so far; valid until the next append."""
         return self._items[: self._size]
 
+    @property
+    def room(self) -> Array:
+        """The array that they are in, which is another one only where it is longer: for what addresses single items."""
+        return self._items
+
     def __len__(self) -> int:
         return self._size
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,7 +24,15 @@ from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.collective_list import CollectiveList
-from search.kernels.fragment_table import FragmentKeys, FragmentTable, fill_slots, find_fragments
+from search.kernels.fragment_table import (
+    FragmentKeys,
+    FragmentLookup,
+    FragmentTable,
+    fill_slots,
+    find_fragments,
+    find_touched,
+    hold_lookup,
+)
 from search.kernels.fragment_writing import (
     COST_WORDS,
     DEVICES_BEHIND,
@@ -33,7 +40,9 @@ from search.kernels.fragment_writing import (
     HOLDERS,
     SUMS,
     FragmentSources,
+    FragmentWriting,
     ValueSources,
+    hold_writing,
     write_fragments,
     write_values,
 )
@@ -46,11 +55,13 @@ from search.kernels.fragments import (
     TASK_WORDS,
     VALUE_WORDS,
 )
+from search.kernels.held import LatestHeld
 from search.kernels.messages import exchanges_ns
 from search.kernels.records import ExchangeLinks
 from search.simulate.arrays import GrowingArray, ResourceSetStore, graph_arrays, message_curves
 from search.simulate.call_costs import TaskCosts
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
+from search.simulate.gradient_sets import FEWEST_DEGREES, GradientSets
 from search.simulate.regions import IntArray, Regions
 from search.simulate.saved_tensors import Lasting
 from search.simulate.weight_placement import REGIONS, Holders
@@ -65,8 +76,6 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = (
 )
 # Of each kind, by its code, the code of its backward.
 BACKWARD_CODE = tuple(COLLECTIVE_KINDS.index(BACKWARD[kind]) for kind in COLLECTIVE_KINDS)
-# Degrees for which there is room at first.
-FEWEST_DEGREES = 64
 # Configurations after which it is forgotten which objects were met; equal ones keep their number.
 MOST_OBJECTS = 1 << 14
 # Collectives of new fragments that are priced together; there is room for those of any one fragment at least.
@@ -81,6 +90,8 @@ class Chosen:
     lasting: tuple[Lasting | None, ...]
     sharding: list[Sharding]
     keys: FragmentKeys
+    lookup: LatestHeld[FragmentLookup] = field(default_factory=lambda: LatestHeld(hold_lookup))
+    writing: LatestHeld[FragmentWriting] = field(default_factory=lambda: LatestHeld(hold_writing))
 
 
 class UnitStore:
@@ -125,10 +136,6 @@ class UnitStore:
         self._listed = _new_list(
             max((len(value.readers) for value in values), default=1) * len(kinds), len(kinds)
         )
-        # Of static tensors that are read once, the number of the operand.
-        self._only_reader = [
-            static.readers[0].number if len(static.readers) == 1 else None for static in statics
-        ]
         operands = [port.number for value in values for port in (value.producer, *value.readers)]
         operands += [port.number for static in statics for port in static.readers]
         self._sources = FragmentSources(
@@ -150,6 +157,7 @@ class UnitStore:
         )
         rows = self._sources.operands + max(self.classes.operators) + 1
         self._at_PD = np.full((rows, FEWEST_DEGREES), -1, np.int64)
+        self._gradient_sets = GradientSets(self._regions, statics[: len(graph.weights)])
         # Pages of it are taken as they are written, and kept.
         self.arena = np.zeros(ARENA_WORDS + (ARENA_WORDS >> 2), np.int64)
         # To list the routes takes seconds where there are a million.
@@ -169,9 +177,8 @@ class UnitStore:
         self._degrees_by_number: list[Degrees] = []
         self._degrees_of, self._devices_at = GrowingArray(np.int64), GrowingArray(np.int64)
         self._at_PD[:] = -1
+        self._gradient_sets.clear()
         self._needs: dict[tuple[int, int], IntArray] = {}
-        self._set_size: dict[tuple[int, int], int | None] = {}
-        self._set_sizes: dict[int, frozenset[int]] = {}
         self._static_fragments: dict[tuple[int, int, bool, bytes], int] = {}
         self._table.slot[:] = -1
         self._table.counts[0] = 0
@@ -208,6 +215,7 @@ class UnitStore:
             self._degrees_of.extend((code,))
             at = self._regions.write((len(devices), degrees[-1], *devices))
             self._devices_at.extend([at + DEVICES_BEHIND])
+            self._gradient_sets.add(devices)
         if len(self._objects) >= MOST_OBJECTS:
             self._objects.clear()
         # An object that is kept is the only one of its id.
@@ -231,44 +239,42 @@ class UnitStore:
             arena[: self._end] = self.arena[: self._end]
             self.arena = arena
 
+    def touched(self, chosen: Chosen, operators: IntArray, limit: int) -> IntArray:
+        """Return the subjects below `limit` that some operators' configurations change, ascending."""
+        count = find_touched(chosen.lookup.of(self._lookup(chosen)), operators, limit)
+        return chosen.keys.touched_S[:count].copy()
+
     def find(self, chosen: Chosen, subjects: IntArray) -> None:
         """Write where the fragments of some subjects (ascending) start, of which those that are missing are derived.
 
         Raises:
             CostError: a local call has no cost on its device's kind.
         """
-        keys = chosen.keys
         self._make_entries(len(subjects))
-        missing = find_fragments(
-            self.subjects, self._table, keys, subjects, self._no_value_at, self._no_static_at, self._missing
-        )
-        if missing and (left := self._write(keys, missing)):
+        lookup = chosen.lookup.of(self._lookup(chosen))
+        missing = find_fragments(lookup, subjects, self._no_value_at, self._no_static_at)
+        if missing and (left := self._write(chosen, missing)):
             self._find_out()
-            while left := self._write(keys, left):
+            while left := self._write(chosen, left):
                 self._derive(chosen, left)
                 if self._state[2]:
                     self._grow(2 * len(self.arena))
 
-    def _write(self, keys: FragmentKeys, missing: int) -> int:
+    def _lookup(self, chosen: Chosen) -> FragmentLookup:
+        return FragmentLookup(self.subjects, self._table, chosen.keys, self._missing)
+
+    def _write(self, chosen: Chosen, missing: int) -> int:
         """Write missing fragments of which all is known; return how many are left."""
         state = self._state
         state[:] = self._end, 0, 0
         sources = self._sources._replace(
-            words=self._regions.words.items,
-            degrees_C=self._degrees_of.items,
-            devices_at_C=self._devices_at.items,
+            words=self._regions.words.room,
+            degrees_C=self._degrees_of.room,
+            devices_at_C=self._devices_at.room,
             at_PD=self._at_PD,
         )
-        left: int = write_fragments(
-            self.subjects,
-            self._table,
-            keys,
-            sources,
-            self._missing[:missing],
-            self.arena,
-            self._listed,
-            state,
-        )
+        writing = FragmentWriting(self._lookup(chosen), sources, self.arena, self._listed, state)
+        left = write_fragments(chosen.writing.of(writing), missing)
         self._end = int(state[0])
         self._price_collectives()
         return left
@@ -489,32 +495,20 @@ class UnitStore:
             )
         return at
 
-    def set_size(self, static_index: int, configuration: Configuration, number: int) -> int | None:
-        """Return how many devices sum the gradient of each part of a weight; None where its fragment must tell.
+    def set_sizes(self, weights: IntArray, numbers: IntArray) -> IntArray:
+        """Return how many devices sum the gradient of each part of some weights; 0 where its fragment must tell.
 
-        configuration: of an operator that reads the weight. number: the configuration's.
+        numbers: of the configurations of those that read them.
         """
-        port = self._only_reader[static_index]
-        if port is None:
-            return None
-        key = port, number
-        if key in self._set_size:
-            return self._set_size[key]
-        axes, devices = self._regions.cutting_axes(port), configuration.devices
-        is_known = axes is not None and len(set(devices)) == len(devices)
-        parts = prod(configuration.degrees[axis] for axis in axes or ())
-        size = self._set_size[key] = len(devices) // parts if is_known else None
-        return size
+        degrees = self._degrees_of.items[numbers]
+        return self._gradient_sets.sizes(weights, numbers, degrees, self._degrees_by_number)
 
-    def set_sizes(self, at: int) -> frozenset[int]:
+    def set_sizes_at(self, at: int) -> IntArray:
         """Return how many devices there are in each of the sums of a weight whose fragment starts there."""
-        sizes = self._set_sizes.get(at)
-        if sizes is None:
-            holders, cells = self.arena[at : at + 2].tolist()
-            start = at + STATIC_WORDS + HOLDER_WORDS * holders
-            resource_sets = self.arena[start : start + CELL_WORDS * cells].view(CELL)["resource_set"]
-            sizes = self._set_sizes[at] = frozenset(self.resource_sets.member_counts(resource_sets).tolist())
-        return sizes
+        holders, cells = self.arena[at : at + 2].tolist()
+        start = at + STATIC_WORDS + HOLDER_WORDS * holders
+        resource_sets = self.arena[start : start + CELL_WORDS * cells].view(CELL)["resource_set"]
+        return self.resource_sets.member_counts(resource_sets)
 
     def holdings(
         self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool

@@ -13,7 +13,7 @@ from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
 from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
-from search.kernels.fragment_table import LEFT_OUT, WHOLE, FragmentKeys, find_touched
+from search.kernels.fragment_table import LEFT_OUT, WHOLE, FragmentKeys
 from search.kernels.gradient_buckets import fill_buckets
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
@@ -93,7 +93,7 @@ class Layout:
             np.zeros(operators, np.int64),
             np.zeros(count, np.int64),
             np.full(operators, WHOLE, np.int64),
-            np.zeros(count, np.int64),
+            *(np.zeros(count, np.int64) for _ in range(3)),
         )
         self._keys.variant_S[:operators] = store.task_costs.variants(lasting)
         self._keys.variant_S[subjects.statics_at :] = [SHARING_CODE[level] for level in levels]
@@ -102,7 +102,6 @@ class Layout:
         self.fragments = Fragments(
             at_S[:operators], at_S[operators : subjects.statics_at], at_S[subjects.statics_at :]
         )
-        self._is_touched, self._touched = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._generation = -1
         # Of the change that was asked about last: its operators' configurations, and their numbers.
         self._numbered: tuple[Mapping[int, Configuration], int, list[int]] = ({}, -1, [])
@@ -163,8 +162,7 @@ class Layout:
         statics_at = store.subjects.statics_at
         operators = np.fromiter(changed, np.int64, len(changed))
         limit = len(keys.at_S) if codes is None else statics_at + store.wiring.weight_count
-        count = find_touched(store.subjects, operators, limit, self._is_touched, self._touched)
-        subjects = self._touched[:count].copy()
+        subjects = store.touched(self._chosen, operators, limit)
         undo = Undo(
             operators,
             [self.configurations[index] for index in changed],

@@ -169,11 +169,36 @@ def test_weights_of_changed_operators_are_left_out_where_no_other_is_summed_over
     ]:
         undo = bound.replace({1: Configuration(degrees, middle.devices[:count])})
         assert undo is not None
-        assert (
-            layout.builder.store.set_sizes(int(layout.fragments.static_at[1])) == frozenset()
-        ) is is_left_out
+        sizes = layout.builder.store.set_sizes_at(int(layout.fragments.static_at[1])).tolist()
+        assert (sizes == []) is is_left_out
         layout.undo(undo)
         assert layout.fragments.static_at[1] == held
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sets_that_are_known_without_a_fragment_are_those_of_the_fragment(name: str) -> None:
+    graph, rng = GRAPHS[name], np.random.default_rng(6)
+    layout = builder_of(graph, cluster(), local_calls=local_calls).layout(data_parallel(graph, 8))
+    store = layout.builder.store
+    reader_of = {
+        weight: static.readers[0].operator
+        for weight, static in enumerate(store.classes.statics[: len(graph.weights)])
+        if len(static.readers) == 1
+    }
+    known = 0
+    for turn in range(40):
+        drawn = (random_mesh if turn % 2 else random_anywhere)(graph, 8, rng).configurations
+        layout.change(dict(enumerate(drawn)))
+        for weight, operator in reader_of.items():
+            numbers = np.array(store.configuration_numbers([drawn[operator]]))
+            (size,) = store.set_sizes(np.array([weight]), numbers).tolist()
+            if size:
+                of_fragment = set(store.set_sizes_at(int(layout.fragments.static_at[weight])).tolist())
+                assert of_fragment == ({size} if size > 1 else set())
+                known += 1
+    assert known
+    others = [weight for weight in range(len(graph.weights)) if weight not in reader_of]
+    assert not store.set_sizes(np.array(others, np.int64), np.zeros(len(others), np.int64)).any()
 
 
 def test_part_of_it_rejects_most_proposals_to_data_parallelism(counted: type[Counted]) -> None:
