@@ -34,8 +34,15 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 # What many processes of tests take, and seldom those of a command: torch imports its compiler to export a module, and
-# where one is built without memory.
-processes.PRELOADED += ("torch.export._trace", "torch.distributed.fsdp")
+# where one is built without memory; files of tests import pytest.
+processes.PRELOADED += (
+    "torch.export._trace",
+    "torch.distributed.fsdp",
+    "numpy.ma",
+    "pytest",
+    "app.db.store",
+    "runtime.training.parallelize",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ other gradient: elsewhere what fills a bucket would change, and with it when the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Where it seldom decides, it is tried for one proposal of so many.
 SELDOM, TRIED_EACH = 0.25, 16
-_NONE: Array = np.zeros(0, np.int64)
 # Weight of the latest proposal in the share that was decided.
 NEWEST = 0.05
 
@@ -56,24 +55,23 @@ class OptimisticBound:
             }
             for operator in graph.operators
         ]
-        # For each weight, the operator that alone reads it, else one behind all; and whether an operator reads others.
-        operators, weights = len(graph.operators), graph.weights
-        statics = layout.builder.store.classes.statics[: len(weights)]
-        self._reader_W = np.array(
-            [static.readers[0].operator if len(static.readers) == 1 else operators for static in statics],
-            np.int64,
-        )
+        # Of each weight, the operator that alone reads it, else the number of operators; and of each operator, whether
+        # it reads weights that are read more than once.
+        operators, weights = len(graph.operators), layout.builder.store.classes.statics[: len(graph.weights)]
+        self._reader_W = np.full(len(weights), operators, np.int64)
         self._reads_others_O = np.zeros(operators, np.bool_)
-        for weight, reader in zip(weights, self._reader_W.tolist(), strict=True):
-            if reader == operators:
-                self._reads_others_O[[index for index, _ in graph.readers[weight.name]]] = True
-        # Scratch: of each operator whether it is changed, and the number of its configuration.
-        self._is_changed_O, self._number_O = np.zeros(operators + 1, np.bool_), np.zeros(operators, np.int64)
-        # Whether a weight's gradient is summed over any set of so many devices, by the fragments of weights when that
-        # was last found out; and how many weights' are.
+        for number, weight in enumerate(weights):
+            if len(weight.readers) == 1:
+                self._reader_W[number] = weight.readers[0].operator
+            else:
+                self._reads_others_O[[port.operator for port in weight.readers]] = True
+        # Of a change, the numbers of its operators' configurations; else -1.
+        self._number_O = np.full(operators + 1, -1, np.int64)
+        # Of each weight, where its fragment started when it was last counted, and whether its gradient was summed over
+        # sets of so many devices (N of them); for each such number, how many weights that holds for.
         self._counted_at: Array = np.full(len(weights), -1, np.int64)
-        self._is_summed_WS = np.zeros((len(weights), len(layout.builder.topology.devices) + 1), np.bool_)
-        self._weights_S = np.zeros(self._is_summed_WS.shape[1], np.int64)
+        self._is_summed_WN = np.zeros((len(weights), len(layout.builder.topology.devices) + 1), np.bool_)
+        self._weights_N = np.zeros(self._is_summed_WN.shape[1], np.int64)
         self._generation = -1
         self._share = 1.0
         self._proposals = 0
@@ -98,7 +96,7 @@ class OptimisticBound:
                 codes[index] = PARTLY_ACTIVE
         return self._layout.replace(changed, codes, self._apart(changed))
 
-    def _apart(self, changed: Mapping[int, Configuration]) -> Array:
+    def _apart(self, changed: Mapping[int, Configuration]) -> Collection[int]:
         """Return weights of changed operators whose gradients are summed over sets that are of no other weight.
 
         Sets of different sizes are different sets. Levels of sharing make tasks of their own: none is left out there.
@@ -106,18 +104,18 @@ class OptimisticBound:
         layout = self._layout
         operators = np.fromiter(changed, np.int64, len(changed))
         if layout.is_shared or self._reads_others_O[operators].any():
-            return _NONE
-        self._is_changed_O[operators] = True
-        weights: Array = np.flatnonzero(self._is_changed_O[self._reader_W])
-        self._is_changed_O[operators] = False
+            return ()
         self._number_O[operators] = layout.numbers_of(changed)
-        sizes = layout.builder.store.set_sizes(weights, self._number_O[self._reader_W[weights]])
+        numbers_W = self._number_O[self._reader_W]
+        self._number_O[operators] = -1
+        weights = np.flatnonzero(numbers_W >= 0)
+        sizes = layout.builder.store.set_sizes(weights, numbers_W[weights])
         if not sizes.all():
             # Those whose sets are not known may be of any size.
-            return _NONE
+            return ()
         self._count_sets()
-        of_changed_S = self._is_summed_WS[weights].sum(axis=0)
-        apart: Array = weights[self._weights_S[sizes] == of_changed_S[sizes]]
+        of_changed_N = self._is_summed_WN[weights].sum(axis=0)
+        apart: list[int] = weights[self._weights_N[sizes] == of_changed_N[sizes]].tolist()
         return apart
 
     def _count_sets(self) -> None:
@@ -129,11 +127,11 @@ class OptimisticBound:
             self._generation = store.generation
             self._counted_at[:] = -1
         for weight in np.flatnonzero(static_at != self._counted_at).tolist():
-            is_summed_S = self._is_summed_WS[weight]
-            self._weights_S -= is_summed_S
-            is_summed_S[:] = False
-            is_summed_S[store.set_sizes_at(int(static_at[weight]))] = True
-            self._weights_S += is_summed_S
+            is_summed_N = self._is_summed_WN[weight]
+            self._weights_N -= is_summed_N
+            is_summed_N[:] = False
+            is_summed_N[store.set_sizes_at(int(static_at[weight]))] = True
+            self._weights_N += is_summed_N
             self._counted_at[weight] = static_at[weight]
 
     def _are_replicated(self, operators: Iterable[int], changed: Mapping[int, Configuration]) -> bool:

@@ -128,8 +128,8 @@ def entry(function: Function) -> Function:
 def quick_entry(function: Function) -> Function:
     """Compile a kernel that Python calls, without counts of references to arrays.
 
-    In a loop the counts cost ten times what the loop does. A kernel that makes an array needs them, and the compiler
-    insists on them.
+    In a loop the counts cost ten times what the loop does. A kernel that makes an array, or gets a held tuple, needs
+    them, and the compiler insists on them.
     """
     return _kept(function, _nrt=False)
 

@@ -50,7 +50,7 @@ class FragmentKeys(NamedTuple):
     variant_S: Array
     code_O: Array  # an operator: `WHOLE`, or which of its tasks have a backward where it takes no time
     at_S: Array
-    # Scratch of `find_touched`: zeros between its calls, and what it found.
+    # Scratch of `list_touched`: zeros between its calls, and what it found.
     is_touched_S: Array
     touched_S: Array
 
@@ -72,13 +72,14 @@ def hold_lookup(lookup: FragmentLookup) -> Held[FragmentLookup]:
 
 @entry
 def find_touched(held: Held[FragmentLookup], operators: Array, limit: int) -> int:
-    """Do `list_touched` in a held lookup."""
-    return list_touched(held.value.subjects, held.value.keys, operators, limit)
+    """Do `list_touched` in a held lookup, which takes counts of references: the loops there must not have them."""
+    return list_touched(held.value, operators, limit)
 
 
 @inner
-def list_touched(subjects: FragmentSubjects, keys: FragmentKeys, operators: Array, limit: int) -> int:
+def list_touched(lookup: FragmentLookup, operators: Array, limit: int) -> int:
     """Write the subjects below `limit` that some operators' configurations change, ascending; return how many."""
+    subjects, _, keys, _ = lookup
     is_touched, touched = keys.is_touched_S, keys.touched_S
     first, last = limit, 0
     for operator in operators:
@@ -98,7 +99,7 @@ def list_touched(subjects: FragmentSubjects, keys: FragmentKeys, operators: Arra
 
 @entry
 def find_fragments(held: Held[FragmentLookup], chosen: Array, no_value_at: int, no_static_at: int) -> int:
-    """Do `look_up` in a held lookup."""
+    """Do `look_up` in a held lookup, which takes counts of references: the loops there must not have them."""
     return look_up(held.value, chosen, no_value_at, no_static_at)
 
 

@@ -77,7 +77,10 @@ def hold_writing(writing: FragmentWriting) -> Held[FragmentWriting]:
 
 @entry
 def write_fragments(held: Held[FragmentWriting], count: int) -> int:
-    """Write those of the first missing fragments of which all is known; return how many are left, at the front."""
+    """Write the missing fragments of which all is known; return how many are left, at the front.
+
+    count: how many rows of `missing_N2` there are.
+    """
     lookup, sources, arena, listed, state = held.value
     subjects, table, keys, missing = lookup
     left = 0

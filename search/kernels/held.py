@@ -28,7 +28,7 @@ class HeldType(_types.StructRef):  # type: ignore[misc]
 
 
 class Held(_structref.StructRefProxy, Generic[Value]):  # type: ignore[misc]
-    """A held tuple. Kernels read its `value`."""
+    """A held tuple. Kernels read its `value`; Python can only where nothing is compiled."""
 
     value: Value
 
@@ -54,7 +54,7 @@ def _compiled_hold(value: Any) -> Callable[[Any], Any]:
 
 
 class LatestHeld(Generic[Value]):
-    """Holds the latest tuple that a kernel was called with."""
+    """Holds the latest tuple that a kernel was called with; its arrays live until another one is held."""
 
     def __init__(self, hold_kernel: Callable[[Value], Held[Value]]) -> None:
         self._hold_kernel = hold_kernel
@@ -69,7 +69,7 @@ class LatestHeld(Generic[Value]):
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two tuples, and tuples in them, have the same objects."""
+    """Return whether two tuples, and tuples in them, have the same objects: a kernel has the addresses of arrays."""
     for one, another in zip(value, other, strict=True):
         if one is not another and not (isinstance(one, tuple) and _is_same(one, another)):
             return False

@@ -138,7 +138,7 @@ class GrowingArray:
 
     @property
     def room(self) -> Array:
-        """The array that they are in, which is another one only where it is longer: for what addresses single items."""
+        """The array that begins with the items, another one only where it grew: for kernels that take no length."""
         return self._items
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -61,8 +62,8 @@ from search.kernels.records import ExchangeLinks
 from search.simulate.arrays import GrowingArray, ResourceSetStore, graph_arrays, message_curves
 from search.simulate.call_costs import TaskCosts
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
-from search.simulate.gradient_sets import FEWEST_DEGREES, GradientSets
-from search.simulate.regions import IntArray, Regions
+from search.simulate.gradient_sets import GradientSets
+from search.simulate.regions import FEWEST_DEGREES, IntArray, Regions
 from search.simulate.saved_tensors import Lasting
 from search.simulate.weight_placement import REGIONS, Holders
 
@@ -84,14 +85,13 @@ LISTED_COLLECTIVES = 1 << 12
 
 @dataclass(slots=True)
 class Chosen:
-    """What the fragments of one strategy are derived from: configurations, saved tensors and sharding."""
+    """What the fragments of one strategy are derived from (configurations, saved tensors, sharding), looked up in."""
 
     configurations: list[Configuration]
     lasting: tuple[Lasting | None, ...]
     sharding: list[Sharding]
     keys: FragmentKeys
-    lookup: LatestHeld[FragmentLookup] = field(default_factory=lambda: LatestHeld(hold_lookup))
-    writing: LatestHeld[FragmentWriting] = field(default_factory=lambda: LatestHeld(hold_writing))
+    lookup: LatestHeld[FragmentLookup] = field(default_factory=partial(LatestHeld, hold_lookup))
 
 
 class UnitStore:
@@ -132,6 +132,8 @@ class UnitStore:
         self._table = _new_table(count, self._key_words)
         self._missing = np.zeros((count, 2), np.int64)
         self._state = np.zeros(3, np.int64)
+        # Not one for each strategy, which would keep an arena that has grown since.
+        self._writing = LatestHeld(hold_writing)
         values, statics, none = self.classes.values, self.classes.statics, np.zeros(0, np.int64)
         self._listed = _new_list(
             max((len(value.readers) for value in values), default=1) * len(kinds), len(kinds)
@@ -274,7 +276,7 @@ class UnitStore:
             at_PD=self._at_PD,
         )
         writing = FragmentWriting(self._lookup(chosen), sources, self.arena, self._listed, state)
-        left = write_fragments(chosen.writing.of(writing), missing)
+        left = write_fragments(self._writing.of(writing), missing)
         self._end = int(state[0])
         self._price_collectives()
         return left
@@ -498,7 +500,7 @@ class UnitStore:
     def set_sizes(self, weights: IntArray, numbers: IntArray) -> IntArray:
         """Return how many devices sum the gradient of each part of some weights; 0 where its fragment must tell.
 
-        numbers: of the configurations of those that read them.
+        numbers: of each weight, that of the configuration of the one operator that reads it; any, where there is none.
         """
         degrees = self._degrees_of.items[numbers]
         return self._gradient_sets.sizes(weights, numbers, degrees, self._degrees_by_number)

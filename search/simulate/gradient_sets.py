@@ -10,11 +10,9 @@ import numpy as np
 from graph.axes import Degrees
 from search.simulate.arrays import GrowingArray
 from search.simulate.fragment_classes import StaticClass
-from search.simulate.regions import IntArray, Regions
+from search.simulate.regions import FEWEST_DEGREES, IntArray, Regions
 
-# Degrees for which there is room at first.
-FEWEST_DEGREES = 64
-# Instead of how many parts there are, where that is not known: more than devices.
+# Instead of how many parts there are, where that is not known: more than devices, so that the quotient is 0.
 UNKNOWN_PARTS = 1 << 62
 
 
@@ -31,7 +29,7 @@ class GradientSets:
 
     def clear(self) -> None:
         """Forget all configurations and degrees."""
-        # Of a configuration, the devices of its tasks, or 0 where two are on one.
+        # Of a configuration, the devices of its tasks, or 0 where two of them are on one device.
         self._device_count_C = GrowingArray(np.int64)
         # Of an operand under given degrees, into how many disjoint parts it is cut; 0 until that is asked.
         self._parts_PD = self._unasked(FEWEST_DEGREES)

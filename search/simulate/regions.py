@@ -17,6 +17,8 @@ from graph.intervals import IndexSet, Region, count
 from search.kernels.regions import find_regions
 from search.simulate.arrays import GrowingArray
 
+# Degrees for which there is room at first in tables of operands under degrees.
+FEWEST_DEGREES = 64
 # Pairs of index sets of which it is kept what they have in common.
 COMMON_PAIRS = 1 << 14
 

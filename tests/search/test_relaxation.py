@@ -192,6 +192,10 @@ def test_sets_that_are_known_without_a_fragment_are_those_of_the_fragment(name: 
         for weight, operator in reader_of.items():
             numbers = np.array(store.configuration_numbers([drawn[operator]]))
             (size,) = store.set_sizes(np.array([weight]), numbers).tolist()
+            axes = store._regions.cutting_axes(store.classes.statics[weight].readers[0].number)
+            devices_of_tasks = drawn[operator].devices
+            is_known = axes is not None and len(set(devices_of_tasks)) == len(devices_of_tasks)
+            assert (size > 0) is is_known
             if size:
                 of_fragment = set(store.set_sizes_at(int(layout.fragments.static_at[weight])).tolist())
                 assert of_fragment == ({size} if size > 1 else set())
@@ -199,6 +203,36 @@ def test_sets_that_are_known_without_a_fragment_are_those_of_the_fragment(name: 
     assert known
     others = [weight for weight in range(len(graph.weights)) if weight not in reader_of]
     assert not store.set_sizes(np.array(others, np.int64), np.zeros(len(others), np.int64)).any()
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_weights_that_are_left_out_are_those_of_a_bound_that_was_just_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a walk, in which the sets of the current strategy are counted by what changes, and the store is emptied."""
+    monkeypatch.setattr("search.simulate.fragment_cache.ARENA_WORDS", 20_000)
+    for module in ("fragment_cache", "gradient_sets"):
+        monkeypatch.setattr(f"search.simulate.{module}.FEWEST_DEGREES", 1)
+    graph, rng = GRAPHS[name], np.random.default_rng(9)
+    layout = builder_of(graph, cluster(), local_calls=local_calls).layout(data_parallel(graph, 8))
+    store, walked, moves = layout.builder.store, OptimisticBound(layout), Moves(graph, 8, FAR)
+    left_out = 0
+    for _ in range(150):
+        changed = moves.propose(layout.configurations, rng).changed
+        layout.refresh()
+        apart = walked._apart(changed)
+        assert list(apart) == list(OptimisticBound(layout)._apart(changed))
+        left_out += len(apart)
+        of_several = {
+            port.operator
+            for static in store.classes.statics[: len(graph.weights)]
+            if len(static.readers) > 1
+            for port in static.readers
+        }
+        assert not apart or not of_several & set(changed)
+        layout.change(changed)
+    assert left_out
+    assert store._gradient_sets._parts_PD.shape[1] > 1
 
 
 def test_part_of_it_rejects_most_proposals_to_data_parallelism(counted: type[Counted]) -> None:
