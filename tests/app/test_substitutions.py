@@ -122,6 +122,11 @@ def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equ
     document = json.loads(file.read_text())
     assert document["substitutions"] == [{"rule": "merge-linears", "operators": ["linear", "linear_1"]}]
     assert "linear+linear_1" in document["operators"]
+    unchanged = command("query", "SELECT min(id) AS id FROM strategies", "--json").document[0]["id"]
+    refused = command("strategy", "diff", str(unchanged), digest[:12])
+    assert refused.code == 2
+    assert "batch size 4, 1 substitution), must be for" in refused.errors
+    assert "batch size 4) as strategy" in refused.errors
     for plan in ("dtensor", "pipelining"):
         refused = command(
             "strategy", "export", digest[:12], "--format", plan, "--output", str(tmp_path / "plan.py")

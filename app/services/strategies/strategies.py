@@ -28,6 +28,7 @@ from app.services.timeline.simulated_step import SimulatedStep, imported_graph, 
 from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy, read_document, strategy_from_json, strategy_text
+from graph.texts import counted
 from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS
 from search.simulate.scheduling import Scheduling
 
@@ -173,9 +174,7 @@ def diff_strategies(
     with Store.open(database, create=False) as store:
         records = [store.strategy(reference) for reference in references]
         if records[0].graph_id != records[1].graph_id:
-            names = Referred(
-                "graphs", ((graph.id, f"{graph.name} ({graph.digest[:12]})") for graph in store.graphs())
-            )
+            names = Referred("graphs", ((graph.id, _distinguished(graph)) for graph in store.graphs()))
             raise UsageError(
                 f"strategy {references[1]}: is for {names[records[1].graph_id]}, must be for "
                 f"{names[records[0].graph_id]} as strategy {references[0]} is; choose two for one graph"
@@ -190,6 +189,16 @@ def diff_strategies(
     ]
     pairs.sort(key=lambda pair: -abs(_total_s(pair[1]) - _total_s(pair[0])))
     return StrategyDifference(first, second, tuple(pairs))
+
+
+def _distinguished(graph: GraphRecord) -> str:
+    """Return the name of a stored graph, with what tells it from others of the same network."""
+    with as_written(f"table graphs, row {graph.id}, column model"):
+        count = len(graph.model.get("substitutions", ()))
+        given = {key: graph.model.get(key) for key in ("batch_size", "precision", "micro_batches")}
+    details = [f"{key.replace('_', ' ')} {value}" for key, value in given.items() if value is not None]
+    details += [counted(count, "substitution")] if count else []
+    return f"{graph.name} ({', '.join([graph.digest[:12], *details])})"
 
 
 @dataclass(frozen=True, slots=True)
