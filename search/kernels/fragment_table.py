@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from search.kernels.cache import entry, inner, quick_entry
-from search.kernels.held import Held, hold
+from search.kernels.held import HeldTuple, hold
 from search.kernels.records import Array
 
 # Instead of a code of `records`, of an operator that takes its time.
@@ -65,13 +65,13 @@ class FragmentLookup(NamedTuple):
 
 
 @entry
-def hold_lookup(lookup: FragmentLookup) -> Held[FragmentLookup]:
+def hold_lookup(lookup: FragmentLookup) -> HeldTuple[FragmentLookup]:
     """Return a lookup held."""
     return hold(lookup)
 
 
 @entry
-def find_touched(held: Held[FragmentLookup], operators: Array, limit: int) -> int:
+def find_touched(held: HeldTuple[FragmentLookup], operators: Array, limit: int) -> int:
     """Do `list_touched` in a held lookup, which takes counts of references: the loops there must not have them."""
     return list_touched(held.value, operators, limit)
 
@@ -98,7 +98,9 @@ def list_touched(lookup: FragmentLookup, operators: Array, limit: int) -> int:
 
 
 @entry
-def find_fragments(held: Held[FragmentLookup], chosen: Array, no_value_at: int, no_static_at: int) -> int:
+def find_fragments(
+    held: HeldTuple[FragmentLookup], chosen: Array, no_value_at: int, no_static_at: int
+) -> int:
     """Do `look_up` in a held lookup, which takes counts of references: the loops there must not have them."""
     return look_up(held.value, chosen, no_value_at, no_static_at)
 

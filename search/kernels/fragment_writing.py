@@ -10,7 +10,7 @@ from search.kernels.cache import entry, inner, inner_with_arrays
 from search.kernels.collective_list import CollectiveList, list_collectives
 from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentLookup, FragmentSubjects
 from search.kernels.fragments import OPERATOR_WORDS, TASK_WORDS, operator_header, tasks_of
-from search.kernels.held import Held, hold
+from search.kernels.held import HeldTuple, hold
 from search.kernels.records import Array, ExchangeLinks
 from search.kernels.regions import write_value
 from search.kernels.static_writing import write_static
@@ -70,13 +70,13 @@ class FragmentWriting(NamedTuple):
 
 
 @entry
-def hold_writing(writing: FragmentWriting) -> Held[FragmentWriting]:
+def hold_writing(writing: FragmentWriting) -> HeldTuple[FragmentWriting]:
     """Return a writing held."""
     return hold(writing)
 
 
 @entry
-def write_fragments(held: Held[FragmentWriting], count: int) -> int:
+def write_fragments(held: HeldTuple[FragmentWriting], count: int) -> int:
     """Write the missing fragments of which all is known; return how many are left, at the front.
 
     count: how many rows of `missing_N2` there are.

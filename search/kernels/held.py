@@ -23,27 +23,27 @@ _overload: Any = overload
 
 
 @_structref.register
-class HeldType(_types.StructRef):  # type: ignore[misc]
+class HeldTupleType(_types.StructRef):  # type: ignore[misc]
     """numba's type of a held tuple."""
 
 
-class Held(_structref.StructRefProxy, Generic[Value]):  # type: ignore[misc]
+class HeldTuple(_structref.StructRefProxy, Generic[Value]):  # type: ignore[misc]
     """A held tuple. Kernels read its `value`; Python can only where nothing is compiled."""
 
     value: Value
 
 
-_structref.define_boxing(HeldType, Held)
+_structref.define_boxing(HeldTupleType, HeldTuple)
 
 
-def hold(value: Value) -> Held[Value]:
+def hold(value: Value) -> HeldTuple[Value]:
     """Return a tuple held. Kernels call it; where they are not compiled, it is Python's."""
-    return cast(Held[Value], SimpleNamespace(value=value))
+    return cast(HeldTuple[Value], SimpleNamespace(value=value))
 
 
 @_overload(hold)
 def _compiled_hold(value: Any) -> Callable[[Any], Any]:
-    held_type = HeldType([("value", value)])
+    held_type = HeldTupleType([("value", value)])
 
     def holding(value: Any) -> Any:
         held = _structref.new(held_type)
@@ -56,12 +56,12 @@ def _compiled_hold(value: Any) -> Callable[[Any], Any]:
 class LatestHeld(Generic[Value]):
     """Holds the latest tuple that a kernel was called with; its arrays live until another one is held."""
 
-    def __init__(self, hold_kernel: Callable[[Value], Held[Value]]) -> None:
+    def __init__(self, hold_kernel: Callable[[Value], HeldTuple[Value]]) -> None:
         self._hold_kernel = hold_kernel
         self._value: Value | None = None
-        self._held: Held[Value] | None = None
+        self._held: HeldTuple[Value] | None = None
 
-    def of(self, value: Value) -> Held[Value]:
+    def of(self, value: Value) -> HeldTuple[Value]:
         """Return a tuple held: the latest one, if all that is in both are the same objects."""
         if self._held is None or not _is_same(value, self._value):
             self._value, self._held = value, self._hold_kernel(value)

@@ -7,7 +7,7 @@ import numpy as np
 from search.kernels.cache import entry, inner, quick_entry, section
 from search.kernels.collective_formulas import collective_ns
 from search.kernels.fragments import operator_header, value_header
-from search.kernels.held import Held, hold
+from search.kernels.held import HeldTuple, hold
 from search.kernels.incremental_backward import bucket_ns, simulate_backward
 from search.kernels.incremental_forward import simulate_collectives, simulate_forward, simulate_transfers
 from search.kernels.machine import carry, compute, find_even, settle, settle_held, settle_links
@@ -31,13 +31,13 @@ from search.kernels.workload import add_load, derive_changes
 
 
 @entry
-def hold_proposal(arrays: ProposalArrays) -> Held[ProposalArrays]:
+def hold_proposal(arrays: ProposalArrays) -> HeldTuple[ProposalArrays]:
     """Return the arrays held."""
     return hold(arrays)
 
 
 @entry
-def evaluate_program_order(held: Held[ProposalArrays], folds: int, bound_ns: int) -> tuple[int, int]:
+def evaluate_program_order(held: HeldTuple[ProposalArrays], folds: int, bound_ns: int) -> tuple[int, int]:
     """Make `new` that of the strategy that has the step's fragments from `old`, and simulate it in program order.
 
     folds: what all devices do alike is served together, which takes that hosts issue tasks in no time.

@@ -30,7 +30,7 @@ from search.kernels.fifo_order import run_fifo_order
 from search.kernels.fragment_table import find_fragments, find_touched, hold_lookup
 from search.kernels.fragment_writing import hold_writing, write_fragments
 from search.kernels.gradient_buckets import fill_buckets
-from search.kernels.held import Held, HeldType
+from search.kernels.held import HeldTuple, HeldTupleType
 from search.kernels.incremental import compact, evaluate_program_order, hold_proposal
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
@@ -199,8 +199,8 @@ def _type(hint: Any, owner: str, name: str) -> Any:
     """Return numba's type of an argument, or of a field of a tuple."""
     if hint is int:
         return int64
-    if get_origin(hint) is Held:
-        return HeldType([("value", _type(get_args(hint)[0], owner, name))])
+    if get_origin(hint) is HeldTuple:
+        return HeldTupleType([("value", _type(get_args(hint)[0], owner, name))])
     fields = getattr(hint, "_fields", None)
     if fields is None:
         return UNUSUAL.get(owner, {}).get(name, _INTS)

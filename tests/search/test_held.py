@@ -6,7 +6,7 @@ import numpy as np
 
 from search.cost.cost_table import CostTable
 from search.kernels.fragment_table import FragmentKeys, FragmentLookup, find_touched, hold_lookup
-from search.kernels.held import Held, LatestHeld, hold
+from search.kernels.held import HeldTuple, LatestHeld, hold
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import data_parallel
 from tests.search.builders import MadeUpCosts, cluster, local_calls, unrolled
@@ -24,7 +24,7 @@ def lookup_of_a_graph() -> FragmentLookup:
 def test_a_tuple_is_held_anew_where_an_array_in_it_is_another_one() -> None:
     held: list[FragmentLookup] = []
 
-    def holding(lookup: FragmentLookup) -> Held[FragmentLookup]:
+    def holding(lookup: FragmentLookup) -> HeldTuple[FragmentLookup]:
         held.append(lookup)
         return hold(lookup)
 
