@@ -56,7 +56,7 @@ class FragmentKeys(NamedTuple):
 
 
 class FragmentLookup(NamedTuple):
-    """What the fragments of a strategy are looked up in, and those that were not found."""
+    """The table in which the fragments of a strategy are looked up, their keys, and subjects that have none yet."""
 
     subjects: FragmentSubjects
     table: FragmentTable

@@ -58,7 +58,7 @@ class ValueSources(NamedTuple):
 
 
 class FragmentWriting(NamedTuple):
-    """What is missing, what it is derived from, and where it is written."""
+    """The lookup with its missing fragments, the sources that they are derived from, and the arena for them."""
 
     lookup: FragmentLookup
     sources: FragmentSources

@@ -209,13 +209,19 @@ def test_sets_that_are_known_without_a_fragment_are_those_of_the_fragment(name: 
 def test_weights_that_are_left_out_are_those_of_a_bound_that_was_just_made(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a walk, in which the sets of the current strategy are counted by what changes, and the store is emptied."""
+    """The walk's bound counts the sets of devices by the weights that change; the store is emptied now and then."""
     monkeypatch.setattr("search.simulate.fragment_cache.ARENA_WORDS", 20_000)
     for module in ("fragment_cache", "gradient_sets"):
         monkeypatch.setattr(f"search.simulate.{module}.FEWEST_DEGREES", 1)
     graph, rng = GRAPHS[name], np.random.default_rng(9)
     layout = builder_of(graph, cluster(), local_calls=local_calls).layout(data_parallel(graph, 8))
     store, walked, moves = layout.builder.store, OptimisticBound(layout), Moves(graph, 8, FAR)
+    of_several = {
+        port.operator
+        for static in store.classes.statics[: len(graph.weights)]
+        if len(static.readers) > 1
+        for port in static.readers
+    }
     left_out = 0
     for _ in range(150):
         changed = moves.propose(layout.configurations, rng).changed
@@ -223,12 +229,6 @@ def test_weights_that_are_left_out_are_those_of_a_bound_that_was_just_made(
         apart = walked._apart(changed)
         assert list(apart) == list(OptimisticBound(layout)._apart(changed))
         left_out += len(apart)
-        of_several = {
-            port.operator
-            for static in store.classes.statics[: len(graph.weights)]
-            if len(static.readers) > 1
-            for port in static.readers
-        }
         assert not apart or not of_several & set(changed)
         layout.change(changed)
     assert left_out

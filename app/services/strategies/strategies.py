@@ -174,10 +174,13 @@ def diff_strategies(
     with Store.open(database, create=False) as store:
         records = [store.strategy(reference) for reference in references]
         if records[0].graph_id != records[1].graph_id:
-            names = Referred("graphs", ((graph.id, _distinguished(graph)) for graph in store.graphs()))
+            first_name, second_name = (
+                _distinguished(required(store.graph(record.graph_id), "graphs", record.graph_id))
+                for record in records
+            )
             raise UsageError(
-                f"strategy {references[1]}: is for {names[records[1].graph_id]}, must be for "
-                f"{names[records[0].graph_id]} as strategy {references[0]} is; choose two for one graph"
+                f"strategy {references[1]}: is for {second_name}, must be for {first_name} as strategy "
+                f"{references[0]} is; choose two for one graph"
             )
         setting = _setting(store, records, topology)
         first, graph = _shown(store, records[0], setting, None, progress)
@@ -192,13 +195,19 @@ def diff_strategies(
 
 
 def _distinguished(graph: GraphRecord) -> str:
-    """Return the name of a stored graph, with what tells it from others of the same network."""
+    """Return the name of a stored graph, with its digest and the options by which graphs of a network differ."""
     with as_written(f"table graphs, row {graph.id}, column model"):
-        count = len(graph.model.get("substitutions", ()))
-        given = {key: graph.model.get(key) for key in ("batch_size", "precision", "micro_batches")}
-    details = [f"{key.replace('_', ' ')} {value}" for key, value in given.items() if value is not None]
-    details += [counted(count, "substitution")] if count else []
-    return f"{graph.name} ({', '.join([graph.digest[:12], *details])})"
+        model = graph.model
+        details = [graph.digest[:12]]
+        if model.get("batch_size") is not None:
+            details.append(f"batch size {model['batch_size']}")
+        if "precision" in model:
+            details.append(str(model["precision"]))
+        if "micro_batches" in model:
+            details.append(f"{model['micro_batches']} micro-batches")
+        if "substitutions" in model:
+            details.append(counted(len(model["substitutions"]), "substitution"))
+    return f"{graph.name} ({', '.join(details)})"
 
 
 @dataclass(frozen=True, slots=True)
