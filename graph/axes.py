@@ -241,6 +241,8 @@ def refine(space: IterationSpace, factors: Mapping[int, Sequence[int]]) -> Itera
     identity factors alone can be refined (`refinable`). The outermost factor of a SAMPLE axis stays SAMPLE; the
     inner ones are ATTRIBUTE (batch x sequence). New axes are called name.0, name.1, ...
     """
+    if all(len(sizes) < 2 for sizes in factors.values()):
+        return space
     axes: list[Axis] = []
     replacement: dict[int, list[int]] = {}
     for index, axis in enumerate(space.axes):

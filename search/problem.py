@@ -10,7 +10,7 @@ Letters of shapes: C choices of an operator, P parts (padded to the most of any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,13 +31,13 @@ from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.kernels.fragments import OPERATOR_WORDS, TASK, TASK_WORDS
 from search.kernels.messages import exchange_by_part
-from search.simulate.fragment_cache import UnitStore
+from search.simulate.fragment_cache import Holdings, UnitStore
 from search.simulate.fragment_classes import ValueClass
 from search.space.enumerated_space import Space
 from search.space.groups import follow
 
 if TYPE_CHECKING:
-    from graph.rules.least import LeastWork
+    from graph.rules.least import LeastWork, WorkPhase
     from search.simulate.task_graph import TaskGraphBuilder
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -79,6 +79,24 @@ class Problem:
         if self.first_call is not None:
             return self.first_call(self.graph, operator, degrees)
         return self.local_calls(self.graph, operator, degrees)[0]
+
+    def least_together_ns(self, operator: Operator, kinds: Iterable[str], *, backward: bool) -> int:
+        """Return nanoseconds that all tasks of an operator take together at least, under any configuration.
+
+        kinds: of devices that may run them. backward: whether those of the backward count, where there is one.
+        """
+        if self.least_work is None:
+            return 0
+        call = self.call_of_first(operator, (1,) * len(operator.space.axes))
+        of_forward, of_backward = self.least_work(self.graph, operator)
+        works: list[tuple[WorkPhase, LeastWork]] = [("forward", of_forward)]
+        if backward and call.has_backward:
+            works.append(("backward", of_backward))
+        total_s = sum(
+            min(self.costs.least_s(call, phase, work, kind) for kind in kinds) for phase, work in works
+        )
+        # Each task's times are rounded, by at most half a nanosecond.
+        return max(0, int(total_s * 1e9) - self.device_count - 1)
 
     def in_micro_batches(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the problem's micro-batches; weights that these cannot keep in shares are whole.
@@ -169,6 +187,7 @@ class Tables:
         self._operator_tables: dict[tuple[object, ...], OperatorTable] = {}
         self._kinds = [device.kind_name for device in problem.topology.devices]
         self._longest_ns: dict[tuple[int, Configuration], int] = {} if made is None else made._longest_ns
+        self._first_ns: dict[tuple[int, str, Degrees], int] = {} if made is None else made._first_ns
         self._weights_ns: dict[tuple[object, ...], int] = {} if made is None else made._weights_ns
         self._price_of: dict[tuple[int, ...], CollectivePrice] = {}
 
@@ -218,6 +237,15 @@ class Tables:
             np.array([tasks(configuration.degrees[:-1]) for configuration in configurations], np.int64),
         )
 
+    def least_ns(self, operator: int) -> Array:
+        """Return nanoseconds that `longest_ns` is never below, for every choice of an operator; made at once."""
+        graph = self.graph
+        of = graph.operators[operator]
+        together_ns = self.problem.least_together_ns(of, set(self._kinds), backward=graph.has_backward(of))
+        tasks_C = [tasks(configuration.degrees) for configuration in self._configurations[operator]]
+        least_ns: Array = together_ns // np.array(tasks_C, np.int64)
+        return least_ns
+
     def first_ns(self, operator: int, numbers: Sequence[int]) -> Array:
         """Return the nanoseconds of the first task, forward and backward, under some choices of an operator.
 
@@ -226,17 +254,21 @@ class Tables:
         Raises:
             CostError: a local call has no cost.
         """
+        of, known = self._store.classes.operators[operator], self._first_ns
         configurations = [self._configurations[operator][number] for number in numbers]
-        kinds = [self._kinds[configuration.devices[0]] for configuration in configurations]
-        first_ns = np.zeros(len(configurations), np.int64)
-        for kind in dict.fromkeys(kinds):
-            places = [place for place, of_first in enumerate(kinds) if of_first == kind]
+        keys = [
+            (of, self._kinds[configuration.devices[0]], configuration.degrees)
+            for configuration in configurations
+        ]
+        new = dict.fromkeys(key for key in keys if key not in known)
+        for kind in dict.fromkeys(kind for _, kind, _ in new):
+            degrees_of = [degrees for _, of_kind, degrees in new if of_kind == kind]
             calls = [
-                self.problem.call_of_first(self.graph.operators[operator], configurations[place].degrees)
-                for place in places
+                self.problem.call_of_first(self.graph.operators[operator], degrees) for degrees in degrees_of
             ]
-            first_ns[places] = self._store.task_costs.both_ns(operator, calls, kind)
-        return first_ns
+            costs_ns = self._store.task_costs.both_ns(operator, calls, kind)
+            known.update(zip([(of, kind, degrees) for degrees in degrees_of], costs_ns, strict=True))
+        return np.array([known[key] for key in keys], np.int64)
 
     def longest_ns(self, operator: int, number: int) -> int:
         """Return the nanoseconds of the slowest forward and of the slowest backward under a choice of an operator.
@@ -359,12 +391,16 @@ class Tables:
         """
         shared: dict[tuple[int, ...], int] = {}
         elements: dict[int, int] = {}
+        held_by: dict[tuple[object, ...], Holdings] = {}
         for weight in weights:
             of = self._store.classes.statics[weight]
             mine = [port for port in of.readers if port.operator in chosen]
-            holders, cells = self._store.holdings(
-                mine, [chosen[port.operator] for port in mine], synchronized=True
-            )
+            read_by = [chosen[port.operator] for port in mine]
+            # Scales and shifts, and those of all steps of an unrolled network, are held alike.
+            key = (*(port.number for port in mine), *read_by)
+            if key not in held_by:
+                held_by[key] = self._store.holdings(mine, read_by, synchronized=True)
+            holders, cells = held_by[key]
             for device, held in holders:
                 elements[device] = elements.get(device, 0) + held
             for members, held in cells:
@@ -375,7 +411,19 @@ class Tables:
         """Return the nanoseconds of all-reduces and updates of the weights of a group under one of its choices."""
         operators = self.space.groups[group_number].operators
         chosen = {operator: self._configurations[operator][number] for operator in operators}
-        key = (*chosen.values(), *self._read_weights[group_number])
+        followed = self._store.followed_degrees
+        key = tuple(
+            [
+                (
+                    item_bytes,
+                    *[
+                        (port, of.devices, followed(port, of.degrees))
+                        for port, of in [(port, chosen[operators[place]]) for port, place in readings]
+                    ],
+                )
+                for item_bytes, readings in self._read_weights[group_number]
+            ]
+        )
         known_ns = self._weights_ns.get(key)
         if known_ns is not None:
             return known_ns
@@ -386,7 +434,9 @@ class Tables:
             sync_ns = self.sync_ns(sync)
             for device in sync.devices:
                 by_device[device] = by_device.get(device, 0) + sync_ns
-        update_ns = max((self.update_ns(held, device) for device, held in elements.items()), default=0)
+        # Of one kind the first device stands for all that hold as many.
+        updated = {(held, self._kinds[device]): device for device, held in elements.items()}
+        update_ns = max((self.update_ns(held, device) for (held, _), device in updated.items()), default=0)
         weights_ns = self._weights_ns[key] = max(by_device.values(), default=0) + update_ns
         return weights_ns
 
@@ -406,19 +456,19 @@ class Tables:
         That is its operators with their configurations, and of its weights what they read of each.
         """
         operators = self.space.groups[group_number].operators
-        return (*map(self._operator_class, operators), *self._read_weights[group_number])
+        return (*map(self._operator_class, operators), self._read_weights[group_number])
 
     @cached_property
-    def _read_weights(self) -> list[tuple[object, ...]]:
-        """For each group, the parts of its weights that its operators read."""
+    def _read_weights(self) -> list[tuple[tuple[int, tuple[tuple[int, int], ...]], ...]]:
+        """For each group, of every weight its bytes an element, and operand maps of the group's operators at places."""
         statics = self._store.classes.statics
-        read: list[tuple[object, ...]] = []
+        read = []
         for number, group in enumerate(self.space.groups):
             place = {operator: number for number, operator in enumerate(group.operators)}
             weights = [
                 (
                     statics[weight].item_bytes,
-                    *(
+                    tuple(
                         (port.number, place[port.operator])
                         for port in statics[weight].readers
                         if port.operator in place

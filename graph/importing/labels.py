@@ -40,8 +40,9 @@ def labelled(builder: GraphBuilder, spaces: Sequence[IterationSpace]) -> list[It
     labels = _Labels(builder)
     result = []
     for operator, space in zip(builder.operators, spaces, strict=True):
-        if operator.inputs:
-            space = _with_names(space, _inherited(operator, space, labels))
+        names = _inherited(operator, space, labels)
+        if any(space.axes[axis].name != name for axis, name in names.items()):
+            space = _with_names(space, names)
         space = _with_kinds(space, operator, labels)
         _record(operator, space, labels)
         _record_shuffled(builder, operator, labels)
@@ -129,7 +130,7 @@ def _with_kinds(space: IterationSpace, operator: DraftOperator, labels: _Labels)
             elif kind is AxisKind.SAMPLE and not called_sample:
                 name = _free("sample", names)
         axes.append(Axis(name, axis.size, kind))
-    return replace(space, axes=tuple(axes))
+    return replace(space, axes=tuple(axes)) if tuple(axes) != space.axes else space
 
 
 def _made_for_batch(space: IterationSpace, labels: _Labels) -> set[int]:

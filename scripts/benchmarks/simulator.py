@@ -179,12 +179,21 @@ def datasheet_problem(
 ) -> Problem:
     """Return a problem with costs by data sheets, and with its builder."""
     from graph.rules import first_call
+    from graph.rules.least import least_work
     from search.algorithms import best_tracker
     from search.cost.cost_table import CostTable
     from search.problem import Problem
 
     costs = CostTable(Datasheet(topology.kinds))
-    problem = Problem(graph, topology, costs, training, first_call=first_call, micro_batches=micro_batches)
+    problem = Problem(
+        graph,
+        topology,
+        costs,
+        training,
+        first_call=first_call,
+        least_work=least_work,
+        micro_batches=micro_batches,
+    )
     return replace(problem, builder=best_tracker.builder_of(problem))
 
 

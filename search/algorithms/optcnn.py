@@ -13,9 +13,10 @@ they leave over is enumerated (`search.bounds.elimination`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -35,8 +36,8 @@ T = TypeVar("T")
 MOST_WHOLE = 64
 # Fewer are seldom those that go well together: of 8 none was worth having on 48 devices.
 LEAST_KEPT = 16
-# The bounds of a choice's cost, the less exact one first (`_cheapest`).
-_HEAD, _WITH_WEIGHTS, _WITH_OTHERS, _WHOLE = range(4)
+# The bounds of a choice's cost, the less exact one first (`_ascending`).
+_LEAST, _WITH_WEIGHTS, _WITH_HEAD, _WITH_OTHERS, _WHOLE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,50 +79,74 @@ def default_space(problem: Problem) -> Space:
     That is aligned lists of neighbours where these are few, else the first devices alone, without replicas; of those,
     each group keeps the `MOST_WHOLE` that cost least by themselves, the first of equals.
     """
-    return _default_space(problem)[0]
+    space = _listed_space(problem)
+    few = all(len(choices) <= MOST_WHOLE for choices in space.choices)
+    return space if few else Cheapest(Tables(problem, space)).space(MOST_WHOLE)
 
 
 def default_tables(problem: Problem) -> Tables:
     """Return the tables of the default space."""
-    return Tables(problem, *_default_space(problem))
+    return Cheapest(Tables(problem, _listed_space(problem))).tables(MOST_WHOLE)
 
 
-def _default_space(problem: Problem) -> tuple[Space, Tables | None]:
-    """Return the default space, and the tables that its choices were taken from; None where all were taken."""
+def _listed_space(problem: Problem) -> Space:
+    """Return the space of whose choices the default one has the cheapest."""
     graph, count = problem.graph, problem.device_count
     heads = [graph.operators[group.head] for group in find_groups(graph)]
     if all(count_contiguous(head, count) <= MOST_WHOLE for head in heads):
-        return smallest_space(graph, count, MOST_WHOLE), None
-    every = Tables(problem, leading_space(graph, count))
-    return cheapest_of(every, MOST_WHOLE), every
+        return smallest_space(graph, count, MOST_WHOLE)
+    return leading_space(graph, count)
 
 
 def small_tables(problem: Problem, most_pairs: int) -> Tables | None:
-    """Return the tables of the default space, of which groups keep the fewer the more pairs of configurations it has.
+    """Return the tables of the largest space of so few pairs of configurations; None where there is none.
 
-    Groups keep half as many, as often as it takes, but no fewer than `LEAST_KEPT`: beyond that none are returned.
+    A group keeps `LEAST_KEPT` configurations or twice as many as often as it takes, up to `MOST_WHOLE`: those that cost
+    least by themselves, of the spaces from which the default one takes its.
     """
-    tables = default_tables(problem)
-    most = MOST_WHOLE
-    while tables.pair_count > most_pairs:
-        most //= 2
-        if most < LEAST_KEPT:
-            return None
-        tables = Tables(problem, cheapest_of(tables, most), tables)
-    return tables
+    cheapest = Cheapest(Tables(problem, _listed_space(problem)))
+    small = None
+    most = LEAST_KEPT
+    while most <= MOST_WHOLE:
+        tables = cheapest.tables(most)
+        if tables.pair_count > most_pairs:
+            break
+        small = tables
+        most *= 2
+    return small
 
 
-def cheapest_of(tables: Tables, most: int) -> Space:
-    """Return a space of the `most` configurations of each group that cost least by themselves, of equals the first."""
-    space = tables.space
-    if all(len(choices) <= most for choices in space.choices):
-        return space
-    cheapest = _of_groups(tables, lambda group: _cheapest(tables, group, most))
-    kept = [
-        tuple(choices[number] for number in numbers)
-        for choices, numbers in zip(space.choices, cheapest, strict=True)
-    ]
-    return replace(space, choices=tuple(kept), name=f"{space.name}, {most} a group", whole=False)
+class Cheapest:
+    """Of the choices of each group in a space those that cost least by themselves, of equals the first."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._ascending = _of_groups(tables, lambda group: _ascending(tables, group))
+        self._numbers: dict[int, list[int]] = {}
+
+    def tables(self, most: int) -> Tables:
+        """Return the tables of a space of at most `most` choices a group."""
+        space = self.space(most)
+        return (
+            self._tables if space is self._tables.space else Tables(self._tables.problem, space, self._tables)
+        )
+
+    def space(self, most: int) -> Space:
+        """Return a space of at most `most` choices a group."""
+        space = self._tables.space
+        if all(len(choices) <= most for choices in space.choices):
+            return space
+        kept = [
+            tuple(choices[number] for number in sorted(self._first(ascending, most)))
+            for choices, ascending in zip(space.choices, self._ascending, strict=True)
+        ]
+        return replace(space, choices=tuple(kept), name=f"{space.name}, {most} a group", whole=False)
+
+    def _first(self, ascending: Iterator[int], most: int) -> list[int]:
+        """Return the first of a group's choices; groups whose choices cost the same have one iterator."""
+        numbers = self._numbers.setdefault(id(ascending), [])
+        numbers.extend(islice(ascending, max(0, most - len(numbers))))
+        return numbers[:most]
 
 
 def factors(tables: Tables) -> list[CostFunction]:
@@ -171,33 +196,34 @@ def _choice_ns(tables: Tables, group_index: int, number: int) -> int:
     return tables.weights_ns(group_index, number) + longest_ns
 
 
-def _cheapest(tables: Tables, group_index: int, most: int) -> list[int]:
-    """Return the numbers of the `most` choices of a group that cost least by themselves, ascending.
+def _ascending(tables: Tables, group_index: int) -> Iterator[int]:
+    """Yield the numbers of a group's choices by ascending cost of their own, of equals the first first.
 
-    A cost is bounded by the time of the head's first task; by that and the weights' sums and updates; by the first
-    tasks of all operators, and the weights. The choice of the lowest bound gets its next bound, or its cost, first: of
-    the others these are made only where their bounds do not exclude them.
+    A cost is bounded by an equal share of what the head's tasks take together at least; by that and the weights' sums
+    and updates; by the head's first task, and the weights; by the first tasks of all operators, and the weights. The
+    choice of the lowest bound gets its next bound, or its cost, first: of the others these are made only where their
+    bounds do not exclude them.
     """
     head, *others = tables.space.groups[group_index].operators
-    first_ns = tables.first_ns(head, range(len(tables.space.choices[group_index]))).tolist()
+    least_ns = tables.least_ns(head).tolist()
     # Of equal bounds the less exact one first: it may belong to a choice that costs as much and comes before.
-    bounds = [(bound_ns, _HEAD, number) for number, bound_ns in enumerate(first_ns)]
+    bounds = [(bound_ns, _LEAST, number) for number, bound_ns in enumerate(least_ns)]
     heapify(bounds)
-    kept: list[int] = []
-    while bounds and len(kept) < most:
+    while bounds:
         bound_ns, of, number = bounds[0]
         if of == _WHOLE:
             heappop(bounds)
-            kept.append(number)
+            yield number
             continue
-        if of == _HEAD:
+        if of == _LEAST:
             bound_ns += tables.weights_ns(group_index, number)
         elif of == _WITH_WEIGHTS:
+            bound_ns += max(0, int(tables.first_ns(head, [number])[0]) - least_ns[number])
+        elif of == _WITH_HEAD:
             bound_ns += sum(int(tables.first_ns(operator, [number])[0]) for operator in others)
         else:
             bound_ns = _choice_ns(tables, group_index, number)
         heapreplace(bounds, (bound_ns, of + 1, number))
-    return sorted(kept)
 
 
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:

@@ -67,7 +67,7 @@ from search.space.enumerated_space import all_degrees, count_degrees, count_whol
 from search.space.groups import find_groups
 
 if TYPE_CHECKING:
-    from graph.rules.least import LeastWork, WorkPhase
+    pass
 
 # Pairs of configurations, over all edges, up to which every pair is looked at.
 MOST_PAIRED = 100_000
@@ -369,25 +369,11 @@ class _BestTimes:
         for index, operator in enumerate(self.graph.operators):
             like = self.like[index], self.surely_active[index]
             if like not in undivided_ns_of:
-                undivided_ns_of[like] = self._least_together_ns(operator, active=self.surely_active[index])
+                undivided_ns_of[like] = self.problem.least_together_ns(
+                    operator, self.kinds, backward=self.surely_active[index]
+                )
             times.append(undivided_ns_of[like])
         return times
-
-    def _least_together_ns(self, operator: Operator, *, active: bool) -> int:
-        problem, graph = self.problem, self.graph
-        if problem.least_work is None:
-            return 0
-        call = problem.call_of_first(operator, (1,) * len(operator.space.axes))
-        forward, backward = problem.least_work(graph, operator)
-        works: list[tuple[WorkPhase, LeastWork]] = [("forward", forward)]
-        if active and call.has_backward:
-            works.append(("backward", backward))
-        total_s = sum(
-            min(problem.costs.least_s(call, phase, work, kind) for kind in self.kinds)
-            for phase, work in works
-        )
-        # Each task's times are rounded, by at most half a nanosecond.
-        return max(0, int(total_s * 1e9) - problem.device_count - 1)
 
     def _updates(self) -> list[tuple[list[int], int]]:
         """Return, for each weight that has a gradient, its readers and the least time of its update."""

@@ -63,7 +63,7 @@ from search.simulate.arrays import GrowingArray, ResourceSetStore, graph_arrays,
 from search.simulate.call_costs import TaskCosts
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
 from search.simulate.gradient_sets import GradientSets
-from search.simulate.regions import FEWEST_DEGREES, IntArray, Regions
+from search.simulate.regions import FEWEST_DEGREES, FollowedDegrees, IntArray, Regions
 from search.simulate.saved_tensors import Lasting
 from search.simulate.weight_placement import REGIONS, Holders
 
@@ -81,6 +81,9 @@ BACKWARD_CODE = tuple(COLLECTIVE_KINDS.index(BACKWARD[kind]) for kind in COLLECT
 MOST_OBJECTS = 1 << 14
 # Collectives of new fragments that are priced together; there is room for those of any one fragment at least.
 LISTED_COLLECTIVES = 1 << 12
+
+Holdings = tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]
+"""(device, elements) of all holders, and (devices, elements) of all cells that several hold."""
 
 
 @dataclass(slots=True)
@@ -454,8 +457,8 @@ class UnitStore:
                 held_key = (*need_key[:3], held.tobytes())
                 fragment = self._static_fragments.get(held_key)
         if fragment is None:
-            is_cut = len(of.readers) == 1 and self._regions.cutting_axes(of.readers[0].number) is not None
-            fragment = self._make_static_fragment(of, code, held, is_cut=is_cut and held is needed)
+            is_cut = held is needed and self._is_cut(of.readers)
+            fragment = self._make_static_fragment(of, code, held, is_cut=is_cut)
         self._static_fragments[need_key] = self._static_fragments[held_key] = fragment
         return fragment
 
@@ -514,15 +517,25 @@ class UnitStore:
 
     def holdings(
         self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
-    ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
-        """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
-        held = self._holders.covered(self._needed(ports, read_by))
+    ) -> Holdings:
+        """Return what devices hold of a weight, buffer or input; of cells nothing, where these are not synchronized."""
+        needed = self._needed(ports, read_by)
+        held = self._holders.covered(needed)
         devices, elements = self._holders.elements(held)
-        cells = self._holders.shared_cells(held) if synchronized else []
+        is_cut = held is needed and self._is_cut(ports)
+        cells = self._holders.shared_cells(held, is_cut=is_cut) if synchronized else []
         return (
             list(zip(devices.tolist(), elements.tolist(), strict=True)),
             [(tuple(cell.devices.tolist()), cell.elements) for cell in cells],
         )
+
+    def followed_degrees(self, port_number: int, degrees: Degrees) -> FollowedDegrees:
+        """Return what the regions that tasks have of an operand depend on, as `Regions.followed_degrees`."""
+        return self._regions.followed_degrees(port_number, degrees)
+
+    def _is_cut(self, ports: Sequence[Port]) -> bool:
+        """Return whether what the tasks of all readers have of an operand is apart or equal."""
+        return len(ports) == 1 and self._regions.cutting_axes(ports[0].number) is not None
 
     def _needed(self, ports: Sequence[Port], read_by: Sequence[Configuration]) -> IntArray:
         """Return what devices need: distinct codes, device * `holders.REGIONS` + region, ascending."""

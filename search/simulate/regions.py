@@ -22,15 +22,24 @@ FEWEST_DEGREES = 64
 # Pairs of index sets of which it is kept what they have in common.
 COMMON_PAIRS = 1 << 14
 
+# In place of an axis: some that an operand does not follow.
+UNFOLLOWED = -1
+
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+FollowedDegrees = tuple[tuple[int, int], ...]
+"""Axes with their degrees, in order (`Regions.parts`)."""
 
 
 class _Port(NamedTuple):
-    """An operand of an operator's axes: of each dim its number among all over their axes, and those that it follows."""
+    """An operand of an operator's axes: of each dim its number among all over their axes, and those that it follows.
+
+    followed: by any dim.
+    """
 
     axes: tuple[Axis, ...]
     operand: OperandMap
     dims: tuple[tuple[int, tuple[int, ...]], ...]
+    followed: frozenset[int]
 
 
 class Regions:
@@ -56,7 +65,7 @@ class Regions:
         self._counts: dict[int, int] = {}
         self._cuts: dict[tuple[int, Degrees], int] = {}
         self._sides: dict[tuple[int, Degrees], int] = {}
-        self._regions: dict[tuple[int, Degrees], IntArray] = {}
+        self._regions: dict[tuple[int, FollowedDegrees], IntArray] = {}
         # The index sets of a region, by its number, and the other way.
         self._sets_of: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -94,7 +103,7 @@ class Regions:
                 for dim, mine in zip(operand, followed, strict=True)
             ]
             self._cutting.append(cutting_axes(axes, operand))
-            self._ports.append(_Port(axes, operand, tuple(dims)))
+            self._ports.append(_Port(axes, operand, tuple(dims), frozenset(itertools.chain(*followed))))
         return number
 
     def cutting_axes(self, port: int) -> tuple[int, ...] | None:
@@ -109,14 +118,33 @@ class Regions:
         """Return the number of a region."""
         return self._number(tuple(self._write_index_sets(region)))
 
+    def followed_degrees(self, port: int, degrees: Degrees) -> FollowedDegrees:
+        """Return all that the regions of tasks depend on: of equal ones every task has the same region of an operand.
+
+        These are the axes that the operand follows, with their degrees; degrees of others beside each other are one.
+        """
+        followed = self._ports[port].followed
+        split: list[tuple[int, int]] = []
+        for axis, degree in enumerate(degrees):
+            if degree == 1:
+                continue
+            if axis in followed:
+                split.append((axis, degree))
+            elif split and split[-1][0] == UNFOLLOWED:
+                split[-1] = UNFOLLOWED, split[-1][1] * degree
+            else:
+                split.append((UNFOLLOWED, degree))
+        return tuple(split)
+
     def numbers(self, port: int, degrees: Degrees) -> IntArray:
         """Return the number of the region that each task has of an operand under given degrees."""
-        region_numbers = self._regions.get((port, degrees))
+        key = port, self.followed_degrees(port, degrees)
+        region_numbers = self._regions.get(key)
         if region_numbers is None:
             side = self.side(port, degrees)
             region_of, sets = find_regions(self.words.items, side)
             numbers = [self._number(dims) for dims in map(tuple, sets.tolist())]
-            region_numbers = self._regions[port, degrees] = np.array(numbers, np.int64)[region_of]
+            region_numbers = self._regions[key] = np.array(numbers, np.int64)[region_of]
         return region_numbers
 
     def side(self, port: int, degrees: Degrees) -> int:

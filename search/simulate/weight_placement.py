@@ -6,6 +6,7 @@ somebody, and these recur: devices come in last.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -100,13 +101,14 @@ class Holders:
         order = np.argsort(regions, kind="stable")
         by_place, ordered = devices[order], regions[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        bounds = [*starts.tolist(), len(codes)]
         if is_cut:
-            return self._shared_parts(np.split(by_place, starts[1:]), ordered[starts])
+            holders = [by_place[start:stop] for start, stop in itertools.pairwise(bounds)]
+            return self._shared_parts(holders, ordered[starts])
         held = self._hold(ordered[starts])
         if held.is_apart and len(starts) == len(codes):
             return []
         shared = []
-        bounds = [*starts.tolist(), len(codes)]
         for cell in held.cells:
             if len(cell.places) == 1:
                 device_index = cell.places[0]

@@ -210,15 +210,19 @@ def follow(group: Group, configuration: Configuration) -> dict[int, Configuratio
     """Return the configurations of all operators of a group, the head's included, by operator index."""
     result = {group.head: configuration}
     # Members that are given the same are given one object, which is soon recognized.
+    of_axes: dict[tuple[int, ...], Configuration] = {}
     made: dict[tuple[Degrees, tuple[int, ...]], Configuration] = {}
     for member in group.members:
-        degrees, sources = carried(member.axes, configuration.degrees)
-        mine = made.get((degrees, sources))
+        mine = of_axes.get(member.axes)
         if mine is None:
-            mine = Configuration(degrees, tuple(map(configuration.devices.__getitem__, sources)))
-            if mine == configuration:
-                mine = configuration
-            made[degrees, sources] = mine
+            degrees, sources = carried(member.axes, configuration.degrees)
+            mine = made.get((degrees, sources))
+            if mine is None:
+                mine = Configuration(degrees, tuple(map(configuration.devices.__getitem__, sources)))
+                if mine == configuration:
+                    mine = configuration
+                made[degrees, sources] = mine
+            of_axes[member.axes] = mine
         result[member.operator] = mine
     return result
 

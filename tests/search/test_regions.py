@@ -23,6 +23,7 @@ from search.kernels.fragments import (
 from search.kernels.records import ExchangeLinks
 from search.simulate.regions import Regions
 from search.space.baselines import random_strategy
+from search.space.enumerated_space import all_degrees
 from tests.search.builders import branches, unrolled
 
 
@@ -38,6 +39,27 @@ def test_regions_of_tasks_are_those_of_the_operand(make: Callable[[], OperatorGr
                 expected = operand_regions(axes, operand, degrees)
                 assert tuple(regions.region(number) for number in numbers) == expected
                 assert [regions.number(region) for region in expected] == numbers
+
+
+@pytest.mark.parametrize("make", [branches, unrolled])
+def test_degrees_that_an_operand_follows_alike_give_every_task_the_same_region(
+    make: Callable[[], OperatorGraph],
+) -> None:
+    graph, regions = make(), Regions()
+    alike = 0
+    for operator in graph.operators:
+        axes = operator.space.axes
+        for operand in (*operator.space.inputs, *operator.space.outputs):
+            port = regions.port(axes, operand)
+            met: dict[object, set[object]] = {}
+            every = all_degrees(operator, 8)
+            for degrees in every:
+                met.setdefault(regions.followed_degrees(port, degrees), set()).add(
+                    operand_regions(axes, operand, degrees)
+                )
+            assert all(len(of_tasks) == 1 for of_tasks in met.values())
+            alike += len(every) - len(met)
+    assert alike
 
 
 @st.composite

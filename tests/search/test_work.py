@@ -18,12 +18,14 @@ from graph.training import Training
 from profiler.estimate import Estimator, Observation, roofline_s, work_of
 from profiler.measure import phases
 from profiler.updates import update_call, update_s_per_element
+from search.algorithms.optcnn import Cheapest
 from search.bounds import lower_bound
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import LinkCosts
-from search.problem import Problem
+from search.problem import Problem, Tables
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
+from search.space.enumerated_space import leading_space
 from tests.graphs import small_graph
 from tests.quick import seeds
 from tests.search.builders import devices
@@ -114,6 +116,24 @@ def test_on_one_device_most_of_the_step_is_work(name: str, monkeypatch: pytest.M
     one = problem(small_graph(name), 1)
     step = step_ns(one, single_device(one.graph))
     assert 0.75 * step <= undivided(one, monkeypatch) <= step
+
+
+@pytest.mark.parametrize("name", ["rnnlm", "bert-large", "densenet121"])
+def test_what_is_known_of_least_work_changes_no_choice_of_optcnn(name: str) -> None:
+    graph, rng = small_graph(name), np.random.default_rng(3)
+    one = problem(graph, 8, measured(graph, 8, rng))
+    every = Tables(one, leading_space(graph, 8))
+    shares = 0
+    for operator in range(len(graph.operators)):
+        least_ns = every.least_ns(operator).tolist()
+        assert least_ns == [
+            min(bound_ns, every.longest_ns(operator, number)) for number, bound_ns in enumerate(least_ns)
+        ]
+        shares += max(least_ns) > 0
+    assert shares
+    known, unknown = (Cheapest(Tables(of, every.space)) for of in (one, replace(one, least_work=None)))
+    for most in (2, 8, 32):
+        assert known.space(most) == unknown.space(most)
 
 
 def test_costs_of_a_source_that_knows_no_least_count_as_nothing() -> None:
