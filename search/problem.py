@@ -189,6 +189,7 @@ class Tables:
         self._longest_ns: dict[tuple[int, Configuration], int] = {} if made is None else made._longest_ns
         self._first_ns: dict[tuple[int, str, Degrees], int] = {} if made is None else made._first_ns
         self._weights_ns: dict[tuple[object, ...], int] = {} if made is None else made._weights_ns
+        self._own_ns: dict[tuple[object, ...], int] = {} if made is None else made._own_ns
         self._price_of: dict[tuple[int, ...], CollectivePrice] = {}
 
     def configurations(self, operator: int) -> Sequence[Configuration]:
@@ -289,6 +290,44 @@ class Tables:
         self._store.make_room()
         begin = self._store.derive_operator(operator, configuration) + OPERATOR_WORDS
         return self._store.arena[begin : begin + TASK_WORDS * tasks(configuration.degrees)].view(TASK)
+
+    def own_ns(self, group_number: int, number: int) -> int:
+        """Return the nanoseconds of a group under one of its choices, without exchanges.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        key = self._own_key(group_number, number)
+        known_ns = self._own_ns.get(key)
+        if known_ns is None:
+            operators = self.space.groups[group_number].operators
+            longest_ns = sum(self.longest_ns(operator, number) for operator in operators)
+            known_ns = self._own_ns[key] = self.weights_ns(group_number, number) + longest_ns
+        return known_ns
+
+    def learn_own_ns(self, group_number: int, costs_ns: Mapping[int, int]) -> None:
+        """Take what `own_ns` is under some choices of a group, as a copy of this process has found it."""
+        known = {self._own_key(group_number, number): own_ns for number, own_ns in costs_ns.items()}
+        self._own_ns.update(known)
+
+    def _own_key(self, group_number: int, number: int) -> tuple[object, ...]:
+        operators = self.space.groups[group_number].operators
+        return (
+            *(self._store.classes.operators[operator] for operator in operators),
+            *(self._configurations[operator][number] for operator in operators),
+            self._read_weights[group_number],
+        )
+
+    @property
+    def distinct_edges(self) -> list[int]:
+        """The edges, one of each class of equal tables, those of most pairs of configurations first."""
+        number_of = {self._edge_class(number): number for number in reversed(range(len(self.edges)))}
+        pairs = {number: len(of[2]) * len(of[3]) for of, number in number_of.items()}
+        return sorted(pairs, key=lambda number: (-pairs[number], number))
+
+    def learn_edge(self, number: int, alone_ns: Array) -> None:
+        """Take an edge's `alone_ns`, as a copy of this process has found it."""
+        self._edge_tables[(*self._edge_class(number), False)] = alone_ns, None, None
 
     def edge(self, number: int, *, by_part: bool) -> EdgeTable:
         """Return the table of an edge, with `there_ns` and `back_ns` if asked.

@@ -22,7 +22,8 @@ class AlgorithmContext:
     """The inputs of an algorithm beside the problem.
 
     starts: strategies to begin from. resumed: chains of the walk that was interrupted. observers: by algorithm; all
-    tell how far they are, the walk tells its starts and proposals too. workers: processes for the walk's chains.
+    tell how far they are, the walk tells its starts and proposals too. workers: processes for the walk's chains, and
+    for the costs that OptCNN's program adds up.
     """
 
     options: SearchOptions

@@ -88,6 +88,7 @@ class RewritingCosts:
         order: Order,
         known: Sequence[Strategy] = (),
         deadline: float = float("inf"),
+        workers: int = 1,
     ) -> None:
         self._rewritings = rewritings
         self._order: Order = order
@@ -95,10 +96,11 @@ class RewritingCosts:
         self._known = [(strategy, rewritings.imported.graph) for strategy in known]
         self.best_alone = self._best_alone(deadline)
         imported = rewritings.imported.problem
-        tables = small_tables(imported, MOST_TABULATED) if time.monotonic() < deadline else None
+        workers = workers if imported.costs.copies() else 1
+        tables = small_tables(imported, MOST_TABULATED, workers) if time.monotonic() < deadline else None
         if tables is not None and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
-                self._known.append((least_additive(tables).strategy, imported.graph))
+                self._known.append((least_additive(tables, workers=workers).strategy, imported.graph))
 
     @property
     def cheapest(self) -> Rewriting:
@@ -279,6 +281,7 @@ def search_jointly(
     *,
     share: float = SHARE,
     observer: Observer | None = None,
+    workers: int = 1,
 ) -> JointResult:
     """Search by backtracking, then by a walk from the best rewriting.
 
@@ -292,6 +295,7 @@ def search_jointly(
         options: as of `walk_jointly`, but that the time limit counts.
         share: as of `walk_jointly`.
         observer: told how far the walk is.
+        workers: processes that look for the costs of OptCNN's program, at most.
 
     Raises:
         CostError: a local call has no cost.
@@ -301,7 +305,7 @@ def search_jointly(
     began = time.monotonic()
     deadline = began + options.time_limit_s if options.time_limit_s is not None else float("inf")
     evaluated: tuple[Evaluated, ...] = ()
-    costs = RewritingCosts(rewritings, options.order, known, deadline)
+    costs = RewritingCosts(rewritings, options.order, known, deadline, workers)
     try:
         evaluated = tuple(
             backtrack(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from graph.strategy import Strategy
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.algorithms.best_tracker import simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
+from search.parallel.copies import Copies
 from search.problem import Array, Problem, Tables
 from search.space.enumerated_space import Space, count_contiguous, leading_space, smallest_space
 from search.space.groups import find_groups
@@ -36,6 +37,8 @@ T = TypeVar("T")
 MOST_WHOLE = 64
 # Fewer are seldom those that go well together: of 8 none was worth having on 48 devices.
 LEAST_KEPT = 16
+# Choices, and pairs of them times devices, up to which costs are found before other processes have started.
+MOST_LISTED_ALONE, MOST_PAIRS_ALONE = 2_000, 500_000
 # The bounds of a choice's cost, the less exact one first (`_ascending`).
 _LEAST, _WITH_WEIGHTS, _WITH_HEAD, _WITH_OTHERS, _WHOLE = range(5)
 
@@ -49,22 +52,27 @@ class Additive:
     space: Space
 
 
-def optcnn(problem: Problem, space: Space | None = None, *, limit: int = LARGEST_TABLE) -> Additive:
+def optcnn(
+    problem: Problem, space: Space | None = None, *, limit: int = LARGEST_TABLE, workers: int = 1
+) -> Additive:
     """Return the strategy of the least additive cost in a space, by default one that fits the machine's size.
+
+    workers: processes that look for costs.
 
     Raises:
         UsageError: the core that the eliminations leave is too large to be enumerated.
         CostError: a local call has no cost.
     """
-    return least_additive(default_tables(problem) if space is None else Tables(problem, space), limit)
+    tables = default_tables(problem, workers) if space is None else Tables(problem, space)
+    return least_additive(tables, limit, workers)
 
 
-def least_additive(tables: Tables, limit: int = LARGEST_TABLE) -> Additive:
+def least_additive(tables: Tables, limit: int = LARGEST_TABLE, workers: int = 1) -> Additive:
     """Return the strategy of the least additive cost in the space of some tables; raises as `optcnn` does."""
     space = tables.space
     sizes = [len(choices) for choices in space.choices]
     try:
-        minimum = minimize(sizes, factors(tables), limit)
+        minimum = minimize(sizes, factors(tables, workers), limit)
     except TooWide as error:
         raise UsageError(
             f"optcnn: eliminations leave {error.left} of {len(sizes)} groups, whose tables need {error.entries} "
@@ -80,13 +88,16 @@ def default_space(problem: Problem) -> Space:
     each group keeps the `MOST_WHOLE` that cost least by themselves, the first of equals.
     """
     space = _listed_space(problem)
-    few = all(len(choices) <= MOST_WHOLE for choices in space.choices)
-    return space if few else Cheapest(Tables(problem, space)).space(MOST_WHOLE)
+    if all(len(choices) <= MOST_WHOLE for choices in space.choices):
+        return space
+    with Cheapest(Tables(problem, space)) as cheapest:
+        return cheapest.space(MOST_WHOLE)
 
 
-def default_tables(problem: Problem) -> Tables:
+def default_tables(problem: Problem, workers: int = 1) -> Tables:
     """Return the tables of the default space."""
-    return Cheapest(Tables(problem, _listed_space(problem))).tables(MOST_WHOLE)
+    with Cheapest(Tables(problem, _listed_space(problem)), workers) as cheapest:
+        return cheapest.tables(MOST_WHOLE)
 
 
 def _listed_space(problem: Problem) -> Space:
@@ -98,31 +109,54 @@ def _listed_space(problem: Problem) -> Space:
     return leading_space(graph, count)
 
 
-def small_tables(problem: Problem, most_pairs: int) -> Tables | None:
+def small_tables(problem: Problem, most_pairs: int, workers: int = 1) -> Tables | None:
     """Return the tables of the largest space of so few pairs of configurations; None where there is none.
 
     A group keeps `LEAST_KEPT` configurations or twice as many as often as it takes, up to `MOST_WHOLE`: those that cost
     least by themselves, of the spaces from which the default one takes its.
     """
-    cheapest = Cheapest(Tables(problem, _listed_space(problem)))
     small = None
     most = LEAST_KEPT
-    while most <= MOST_WHOLE:
-        tables = cheapest.tables(most)
-        if tables.pair_count > most_pairs:
-            break
-        small = tables
-        most *= 2
+    with Cheapest(Tables(problem, _listed_space(problem)), workers) as cheapest:
+        while most <= MOST_WHOLE:
+            tables = cheapest.tables(most)
+            if tables.pair_count > most_pairs:
+                break
+            small = tables
+            most *= 2
     return small
 
 
-class Cheapest:
-    """Of the choices of each group in a space those that cost least by themselves, of equals the first."""
+# The first of a group's choices with their costs, by the number of a group.
+FirstChoices = dict[int, list[tuple[int, int]]]
 
-    def __init__(self, tables: Tables) -> None:
+
+class Cheapest:
+    """Of the choices of each group in a space those that cost least by themselves, of equals the first.
+
+    A context, in which so many processes look for them.
+    """
+
+    def __init__(self, tables: Tables, workers: int = 1) -> None:
         self._tables = tables
-        self._ascending = _of_groups(tables, lambda group: _ascending(tables, group))
-        self._numbers: dict[int, list[int]] = {}
+        classes = [tables.group_class(group) for group in range(len(tables.space.groups))]
+        first_of = {group_class: group for group, group_class in reversed(list(enumerate(classes)))}
+        # For each group, the first whose choices cost the same.
+        self._like = [first_of[group_class] for group_class in classes]
+        self._ascending = {group: _ascending(tables, group) for group in sorted(set(self._like))}
+        self._first: FirstChoices = {group: [] for group in self._ascending}
+        listed = sum(len(tables.space.choices[group]) for group in self._ascending)
+        count = workers if listed > MOST_LISTED_ALONE else 1
+        self._copies: Copies[int, FirstChoices] = Copies(self._share, count)
+
+    def __enter__(self) -> Self:
+        """Start the processes."""
+        self._copies.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the processes."""
+        self._copies.close()
 
     def tables(self, most: int) -> Tables:
         """Return the tables of a space of at most `most` choices a group."""
@@ -136,23 +170,31 @@ class Cheapest:
         space = self._tables.space
         if all(len(choices) <= most for choices in space.choices):
             return space
+        for first in self._copies.ask(most):
+            self._first |= first
+        for group, choices in self._first.items():
+            self._tables.learn_own_ns(group, dict(choices))
         kept = [
-            tuple(choices[number] for number in sorted(self._first(ascending, most)))
-            for choices, ascending in zip(space.choices, self._ascending, strict=True)
+            tuple(choices[number] for number, _ in sorted(self._first[group][:most]))
+            for choices, group in zip(space.choices, self._like, strict=True)
         ]
         return replace(space, choices=tuple(kept), name=f"{space.name}, {most} a group", whole=False)
 
-    def _first(self, ascending: Iterator[int], most: int) -> list[int]:
-        """Return the first of a group's choices; groups whose choices cost the same have one iterator."""
-        numbers = self._numbers.setdefault(id(ascending), [])
-        numbers.extend(islice(ascending, max(0, most - len(numbers))))
-        return numbers[:most]
+    def _share(self, share: int, shares: int, most: int) -> FirstChoices:
+        """Return the first choices of the groups of a share, as many as asked for where there are as many."""
+        mine = list(self._ascending)[share::shares]
+        for group in mine:
+            first = self._first[group]
+            first.extend(islice(self._ascending[group], max(0, most - len(first))))
+        return {group: self._first[group] for group in mine}
 
 
-def factors(tables: Tables) -> list[CostFunction]:
-    """Return the additive cost as functions of one and of two groups."""
+def factors(tables: Tables, workers: int = 1) -> list[CostFunction]:
+    """Return the additive cost as functions of one and of two groups, found by so many processes."""
     space = tables.space
     own = _of_groups(tables, lambda group: _own_ns(tables, group))
+    if tables.pair_count * tables.problem.device_count > MOST_PAIRS_ALONE:
+        _make_edges(tables, workers)
     between: dict[tuple[int, int], Array] = {}
     for number, edge in enumerate(tables.edges):
         table = tables.edge(number, by_part=False)
@@ -170,6 +212,19 @@ def factors(tables: Tables) -> list[CostFunction]:
     ]
 
 
+def _make_edges(tables: Tables, workers: int) -> None:
+    def alone_ns(share: int, shares: int, _: None) -> dict[int, Array]:
+        return {
+            number: tables.edge(number, by_part=False).alone_ns
+            for number in tables.distinct_edges[share::shares]
+        }
+
+    with Copies(alone_ns, workers) as copies:
+        for made in copies.ask(None):
+            for number, table in made.items():
+                tables.learn_edge(number, table)
+
+
 def _of_groups(tables: Tables, of_group: Callable[[int], T]) -> list[T]:
     """Return the result of `of_group` for every group, made once for those whose choices cost the same."""
     made: dict[tuple[object, ...], T] = {}
@@ -182,22 +237,14 @@ def _of_groups(tables: Tables, of_group: Callable[[int], T]) -> list[T]:
     return of_groups
 
 
-def _own_ns(tables: Tables, group_index: int) -> Array:
+def _own_ns(tables: Tables, group: int) -> Array:
     """Return the cost of each choice of a group, without exchanges, in nanoseconds."""
-    return np.array(
-        [_choice_ns(tables, group_index, number) for number in range(len(tables.space.choices[group_index]))],
-        np.int64,
-    )
+    numbers = range(len(tables.space.choices[group]))
+    return np.array([tables.own_ns(group, number) for number in numbers], np.int64)
 
 
-def _choice_ns(tables: Tables, group_index: int, number: int) -> int:
-    operators = tables.space.groups[group_index].operators
-    longest_ns = sum(tables.longest_ns(operator, number) for operator in operators)
-    return tables.weights_ns(group_index, number) + longest_ns
-
-
-def _ascending(tables: Tables, group_index: int) -> Iterator[int]:
-    """Yield the numbers of a group's choices by ascending cost of their own, of equals the first first.
+def _ascending(tables: Tables, group_index: int) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of a group's choices with their own costs, by ascending cost, of equals the first first.
 
     A cost is bounded by an equal share of what the head's tasks take together at least; by that and the weights' sums
     and updates; by the head's first task, and the weights; by the first tasks of all operators, and the weights. The
@@ -213,7 +260,7 @@ def _ascending(tables: Tables, group_index: int) -> Iterator[int]:
         bound_ns, of, number = bounds[0]
         if of == _WHOLE:
             heappop(bounds)
-            yield number
+            yield number, bound_ns
             continue
         if of == _LEAST:
             bound_ns += tables.weights_ns(group_index, number)
@@ -222,13 +269,14 @@ def _ascending(tables: Tables, group_index: int) -> Iterator[int]:
         elif of == _WITH_HEAD:
             bound_ns += sum(int(tables.first_ns(operator, [number])[0]) for operator in others)
         else:
-            bound_ns = _choice_ns(tables, group_index, number)
+            bound_ns = tables.own_ns(group_index, number)
         heapreplace(bounds, (bound_ns, of + 1, number))
 
 
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     began = time.monotonic()
-    additive = optcnn(problem)
+    workers = context.workers if problem.costs.copies() else 1
+    additive = optcnn(problem, workers=workers)
     cost = simulated(problem, additive.strategy, context.options.order)
     return AlgorithmResult(
         "optcnn",

@@ -131,9 +131,10 @@ def test_what_is_known_of_least_work_changes_no_choice_of_optcnn(name: str) -> N
         ]
         shares += max(least_ns) > 0
     assert shares
-    known, unknown = (Cheapest(Tables(of, every.space)) for of in (one, replace(one, least_work=None)))
-    for most in (2, 8, 32):
-        assert known.space(most) == unknown.space(most)
+    unknown = replace(one, least_work=None)
+    with Cheapest(Tables(one, every.space)) as bounded, Cheapest(Tables(unknown, every.space)) as others:
+        for most in (2, 8, 32):
+            assert bounded.space(most) == others.space(most)
 
 
 def test_costs_of_a_source_that_knows_no_least_count_as_nothing() -> None:

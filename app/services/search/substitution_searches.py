@@ -162,6 +162,7 @@ def _go_on_jointly(
                     observer=ProgressObserver(
                         progress, f"searching {model.graph.name} and its substitutions"
                     ),
+                    workers=worker_count(request.workers),
                 )
             finally:
                 progress.end()
