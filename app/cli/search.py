@@ -189,7 +189,8 @@ def search(
         typer.Option(
             "--workers",
             min=1,
-            help="Processes that walk chains, at most one a chain; the result is the same. Default: one a usable core.",
+            help="Processes that walk chains, at most one a chain, and look for what optcnn and unity add up; the "
+            "result is the same. Default: one a usable core.",
         ),
     ] = None,
     resume: Annotated[
