@@ -10,7 +10,7 @@ Letters of shapes: C choices of an operator, P parts (padded to the most of any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,10 +80,13 @@ class Problem:
             return self.first_call(self.graph, operator, degrees)
         return self.local_calls(self.graph, operator, degrees)[0]
 
-    def least_together_ns(self, operator: Operator, kinds: Iterable[str], *, backward: bool) -> int:
+    def least_together_ns(self, operator: Operator, kinds: Collection[str], *, backward: bool) -> int:
         """Return nanoseconds that all tasks of an operator take together at least, under any configuration.
 
         kinds: of devices that may run them. backward: whether those of the backward count, where there is one.
+
+        Raises:
+            CostError: the operator's call as a whole has no cost.
         """
         if self.least_work is None:
             return 0
@@ -239,7 +242,11 @@ class Tables:
         )
 
     def least_ns(self, operator: int) -> Array:
-        """Return nanoseconds that `longest_ns` is never below, for every choice of an operator; made at once."""
+        """Return nanoseconds that `longest_ns` is never below, for every choice of an operator; 0 where none are known.
+
+        Raises:
+            CostError: the operator's call as a whole has no cost.
+        """
         graph = self.graph
         of = graph.operators[operator]
         together_ns = self.problem.least_together_ns(of, set(self._kinds), backward=graph.has_backward(of))
@@ -311,6 +318,7 @@ class Tables:
         self._own_ns.update(known)
 
     def _own_key(self, group_number: int, number: int) -> tuple[object, ...]:
+        """Return all that the cost of a group's choice depends on, in any space."""
         operators = self.space.groups[group_number].operators
         return (
             *(self._store.classes.operators[operator] for operator in operators),
@@ -318,9 +326,8 @@ class Tables:
             self._read_weights[group_number],
         )
 
-    @property
     def distinct_edges(self) -> list[int]:
-        """The edges, one of each class of equal tables, those of most pairs of configurations first."""
+        """Return the edges, one of each class of equal tables, those of most pairs of configurations first."""
         number_of = {self._edge_class(number): number for number in reversed(range(len(self.edges)))}
         pairs = {number: len(of[2]) * len(of[3]) for of, number in number_of.items()}
         return sorted(pairs, key=lambda number: (-pairs[number], number))
@@ -473,7 +480,7 @@ class Tables:
             sync_ns = self.sync_ns(sync)
             for device in sync.devices:
                 by_device[device] = by_device.get(device, 0) + sync_ns
-        # Of one kind the first device stands for all that hold as many.
+        # Of those of one kind that hold as many one stands for all.
         updated = {(held, self._kinds[device]): device for device, held in elements.items()}
         update_ns = max((self.update_ns(held, device) for (held, _), device in updated.items()), default=0)
         weights_ns = self._weights_ns[key] = max(by_device.values(), default=0) + update_ns

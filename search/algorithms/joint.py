@@ -80,6 +80,7 @@ class RewritingCosts:
 
     Raises:
         CostError: a local call has no cost.
+        RuntimeFailure: a process of several `workers` was ended from outside.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class RewritingCosts:
         self._known = [(strategy, rewritings.imported.graph) for strategy in known]
         self.best_alone = self._best_alone(deadline)
         imported = rewritings.imported.problem
-        workers = workers if imported.costs.copies() else 1
-        tables = small_tables(imported, MOST_TABULATED, workers) if time.monotonic() < deadline else None
+        if time.monotonic() >= deadline:
+            return
+        workers = workers if workers > 1 and imported.costs.copies() else 1
+        tables = small_tables(imported, MOST_TABULATED, workers)
         if tables is not None and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
                 self._known.append((least_additive(tables, workers=workers).strategy, imported.graph))
@@ -300,6 +303,7 @@ def search_jointly(
     Raises:
         CostError: a local call has no cost.
         UsageError: the share is not between 0 and 1.
+        RuntimeFailure: a process was ended from outside.
         KeyboardInterrupt: it was interrupted before anything was simulated.
     """
     began = time.monotonic()

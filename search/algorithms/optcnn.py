@@ -26,6 +26,7 @@ from graph.strategy import Strategy
 from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.algorithms.best_tracker import simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
+from search.cost.cost_table import Met
 from search.parallel.copies import Copies
 from search.problem import Array, Problem, Tables
 from search.space.enumerated_space import Space, count_contiguous, leading_space, smallest_space
@@ -57,18 +58,22 @@ def optcnn(
 ) -> Additive:
     """Return the strategy of the least additive cost in a space, by default one that fits the machine's size.
 
-    workers: processes that look for costs.
+    workers: processes that look for costs; one where these may be measured.
 
     Raises:
         UsageError: the core that the eliminations leave is too large to be enumerated.
         CostError: a local call has no cost.
+        RuntimeFailure: a process was ended from outside.
     """
     tables = default_tables(problem, workers) if space is None else Tables(problem, space)
     return least_additive(tables, limit, workers)
 
 
 def least_additive(tables: Tables, limit: int = LARGEST_TABLE, workers: int = 1) -> Additive:
-    """Return the strategy of the least additive cost in the space of some tables; raises as `optcnn` does."""
+    """Return the strategy of the least additive cost in the space of some tables.
+
+    workers: processes that look for costs. Raises as `optcnn` does.
+    """
     space = tables.space
     sizes = [len(choices) for choices in space.choices]
     try:
@@ -95,7 +100,7 @@ def default_space(problem: Problem) -> Space:
 
 
 def default_tables(problem: Problem, workers: int = 1) -> Tables:
-    """Return the tables of the default space."""
+    """Return the tables of the default space; `workers`, and what it raises, as of `optcnn`."""
     with Cheapest(Tables(problem, _listed_space(problem)), workers) as cheapest:
         return cheapest.tables(MOST_WHOLE)
 
@@ -110,10 +115,11 @@ def _listed_space(problem: Problem) -> Space:
 
 
 def small_tables(problem: Problem, most_pairs: int, workers: int = 1) -> Tables | None:
-    """Return the tables of the largest space of so few pairs of configurations; None where there is none.
+    """Return the tables of a space of at most `most_pairs` pairs of configurations; None where the least has more.
 
-    A group keeps `LEAST_KEPT` configurations or twice as many as often as it takes, up to `MOST_WHOLE`: those that cost
-    least by themselves, of the spaces from which the default one takes its.
+    A group keeps `LEAST_KEPT` configurations, or twice as many while there are few enough pairs, up to `MOST_WHOLE`:
+    those that cost least by themselves, of the space from which the default one takes its. `workers`, and what it
+    raises, as of `optcnn`.
     """
     small = None
     most = LEAST_KEPT
@@ -134,7 +140,11 @@ FirstChoices = dict[int, list[tuple[int, int]]]
 class Cheapest:
     """Of the choices of each group in a space those that cost least by themselves, of equals the first.
 
-    A context, in which so many processes look for them.
+    A context, in which processes look for them. Nothing more may be asked where it raised.
+
+    Args:
+        tables: of the space.
+        workers: processes, as of `optcnn`.
     """
 
     def __init__(self, tables: Tables, workers: int = 1) -> None:
@@ -146,8 +156,8 @@ class Cheapest:
         self._ascending = {group: _ascending(tables, group) for group in sorted(set(self._like))}
         self._first: FirstChoices = {group: [] for group in self._ascending}
         listed = sum(len(tables.space.choices[group]) for group in self._ascending)
-        count = workers if listed > MOST_LISTED_ALONE else 1
-        self._copies: Copies[int, FirstChoices] = Copies(self._share, count)
+        count = min(workers, len(self._ascending)) if listed > MOST_LISTED_ALONE else 1
+        self._copies: Copies[int, tuple[FirstChoices, Met | None]] = Copies(self._share, count)
 
     def __enter__(self) -> Self:
         """Start the processes."""
@@ -170,8 +180,9 @@ class Cheapest:
         space = self._tables.space
         if all(len(choices) <= most for choices in space.choices):
             return space
-        for first in self._copies.ask(most):
+        for first, met in self._copies.ask(most):
             self._first |= first
+            _take(self._tables, met)
         for group, choices in self._first.items():
             self._tables.learn_own_ns(group, dict(choices))
         kept = [
@@ -180,20 +191,30 @@ class Cheapest:
         ]
         return replace(space, choices=tuple(kept), name=f"{space.name}, {most} a group", whole=False)
 
-    def _share(self, share: int, shares: int, most: int) -> FirstChoices:
+    def _share(self, share: int, shares: int, most: int) -> tuple[FirstChoices, Met | None]:
         """Return the first choices of the groups of a share, as many as asked for where there are as many."""
         mine = list(self._ascending)[share::shares]
         for group in mine:
             first = self._first[group]
             first.extend(islice(self._ascending[group], max(0, most - len(first))))
-        return {group: self._first[group] for group in mine}
+        return {group: self._first[group] for group in mine}, _met(self._tables, share)
+
+
+def _met(tables: Tables, share: int) -> Met | None:
+    """Return what a copy of this process has met of costs; None of this process itself."""
+    return tables.problem.costs.met() if share else None
+
+
+def _take(tables: Tables, met: Met | None) -> None:
+    if met is not None:
+        tables.problem.costs.take(met)
 
 
 def factors(tables: Tables, workers: int = 1) -> list[CostFunction]:
-    """Return the additive cost as functions of one and of two groups, found by so many processes."""
+    """Return the additive cost as functions of one and of two groups; `workers`, and what it raises, as of `optcnn`."""
     space = tables.space
     own = _of_groups(tables, lambda group: _own_ns(tables, group))
-    if tables.pair_count * tables.problem.device_count > MOST_PAIRS_ALONE:
+    if workers > 1 and tables.pair_count * tables.problem.device_count > MOST_PAIRS_ALONE:
         _make_edges(tables, workers)
     between: dict[tuple[int, int], Array] = {}
     for number, edge in enumerate(tables.edges):
@@ -213,14 +234,18 @@ def factors(tables: Tables, workers: int = 1) -> list[CostFunction]:
 
 
 def _make_edges(tables: Tables, workers: int) -> None:
-    def alone_ns(share: int, shares: int, _: None) -> dict[int, Array]:
-        return {
-            number: tables.edge(number, by_part=False).alone_ns
-            for number in tables.distinct_edges[share::shares]
-        }
+    """Make the tables of all edges, by several processes."""
+    numbers = tables.distinct_edges()
 
-    with Copies(alone_ns, workers) as copies:
-        for made in copies.ask(None):
+    def alone_ns(share: int, shares: int, _: None) -> tuple[dict[int, Array], Met | None]:
+        # Every so many of those that are ordered by size: shares are about equal.
+        mine = numbers[share::shares]
+        made = {number: tables.edge(number, by_part=False).alone_ns for number in mine}
+        return made, _met(tables, share)
+
+    with Copies(alone_ns, min(workers, len(numbers))) as copies:
+        for made, met in copies.ask(None):
+            _take(tables, met)
             for number, table in made.items():
                 tables.learn_edge(number, table)
 
@@ -246,13 +271,17 @@ def _own_ns(tables: Tables, group: int) -> Array:
 def _ascending(tables: Tables, group_index: int) -> Iterator[tuple[int, int]]:
     """Yield the numbers of a group's choices with their own costs, by ascending cost, of equals the first first.
 
-    A cost is bounded by an equal share of what the head's tasks take together at least; by that and the weights' sums
-    and updates; by the head's first task, and the weights; by the first tasks of all operators, and the weights. The
+    A cost is bounded by an equal share of what the head's tasks take together at least or, where that is not known, by
+    its first task; by that and the weights' sums and updates; by the head's first task, and the weights; by the first
+    tasks of all operators, and the weights. The
     choice of the lowest bound gets its next bound, or its cost, first: of the others these are made only where their
     bounds do not exclude them.
     """
     head, *others = tables.space.groups[group_index].operators
-    least_ns = tables.least_ns(head).tolist()
+    least = tables.least_ns(head)
+    if not least.any():  # all at once: they may have to be measured
+        least = tables.first_ns(head, range(len(least)))
+    least_ns = least.tolist()
     # Of equal bounds the less exact one first: it may belong to a choice that costs as much and comes before.
     bounds = [(bound_ns, _LEAST, number) for number, bound_ns in enumerate(least_ns)]
     heapify(bounds)
@@ -275,7 +304,7 @@ def _ascending(tables: Tables, group_index: int) -> Iterator[tuple[int, int]]:
 
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     began = time.monotonic()
-    workers = context.workers if problem.costs.copies() else 1
+    workers = context.workers if context.workers > 1 and problem.costs.copies() else 1
     additive = optcnn(problem, workers=workers)
     cost = simulated(problem, additive.strategy, context.options.order)
     return AlgorithmResult(

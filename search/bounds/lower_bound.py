@@ -49,7 +49,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2, prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -65,9 +64,6 @@ from search.problem import Array, Problem, Tables
 from search.simulate.backward_reachability import operators_with_backward
 from search.space.enumerated_space import all_degrees, count_degrees, count_whole, whole_space
 from search.space.groups import find_groups
-
-if TYPE_CHECKING:
-    pass
 
 # Pairs of configurations, over all edges, up to which every pair is looked at.
 MOST_PAIRED = 100_000

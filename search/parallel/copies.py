@@ -11,7 +11,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Generic, Self, TypeVar
 
-from graph.errors import RuntimeFailure
+from graph.errors import RuntimeFailure, UsageError
 from search.parallel.fork import ForkedProcess, WorkFailure, can_fork, fork
 
 Request = TypeVar("Request")
@@ -27,19 +27,17 @@ class Copies(Generic[Request, Answer]):
     """
 
     def __init__(self, answer: Callable[[int, int, Request], Answer], count: int) -> None:
-        self.count = count if can_fork() else 1
+        self._wanted = count if can_fork() else 1
         self._answer = answer
         self._processes: list[ForkedProcess] = []
 
     def __enter__(self) -> Self:
-        """Start the copies.
-
-        Raises:
-            UsageError: the operating system starts no process.
-        """
+        """Start the copies, or as many as the operating system starts."""
         try:
-            for share in range(1, self.count):
+            for share in range(1, self._wanted):
                 self._processes.append(fork(partial(self._serve, share)))
+        except UsageError:
+            pass  # those that there are do all of the work
         except BaseException:
             self.close()
             raise
@@ -52,27 +50,29 @@ class Copies(Generic[Request, Answer]):
     def close(self) -> None:
         """End the copies."""
         for process in self._processes:
-            process.end()
-        self._processes.clear()
+            process.kill()
+        while self._processes:
+            self._processes.pop().end()
 
     def ask(self, request: Request) -> list[Answer]:
-        """Return the answer of each share.
+        """Return the answer of each share. Nothing more may be asked where it raised.
 
         Raises:
             RuntimeFailure: a copy was ended from outside.
             Exception: what `answer` raised, here or there.
         """
+        shares = 1 + len(self._processes)
         for process in self._processes:
-            with suppress(BrokenPipeError):  # told below, where nothing can be received either
-                process.connection.send(request)
-        answers = [self._answer(0, self.count, request)]
+            with suppress(OSError):  # told below, where nothing can be received either
+                process.connection.send((shares, request))
+        answers = [self._answer(0, shares, request)]
         for process in self._processes:
             try:
                 answer = process.connection.recv()
             except (EOFError, ConnectionError):
                 raise self._lost(process) from None
             if isinstance(answer, WorkFailure):
-                raise answer.error
+                raise answer.error from RuntimeError(answer.traceback)
             answers.append(answer)
         return answers
 
@@ -87,4 +87,5 @@ class Copies(Generic[Request, Answer]):
 
     def _serve(self, share: int, connection: Connection) -> None:
         while True:
-            connection.send(self._answer(share, self.count, connection.recv()))
+            shares, request = connection.recv()
+            connection.send(self._answer(share, shares, request))

@@ -27,7 +27,7 @@ UNFOLLOWED = -1
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 FollowedDegrees = tuple[tuple[int, int], ...]
-"""Axes with their degrees, in order (`Regions.parts`)."""
+"""Axes with their degrees, in order (`Regions.followed_degrees`)."""
 
 
 class _Port(NamedTuple):

@@ -24,11 +24,13 @@ from app.services.trace import recorder as recording
 from graph.calls import CostPhase
 from graph.errors import RuntimeFailure
 from graph.rules import flops
+from graph.rules.least import LeastWork
 from profiler.devices import available_devices
 from search.algorithms import chain_pool, chain_worker, mcmc, proposal_log
 from search.algorithms.chain import SearchOptions
 from search.algorithms.moves import MoveShares
 from search.parallel import fork
+from search.parallel.copies import Copies
 from tests.app.conftest import Command
 from tests.app.walks import begin, read, rows, walk
 from tests.profiler.examples import matrix_product
@@ -171,8 +173,23 @@ def test_what_a_copy_gives_out_is_kept_as_if_it_had_been_asked_here(tmp_path: Pa
         assert copied.used_costs(digests) == asked.used_costs(digests)
         assert copied.estimate_errors == asked.estimate_errors
         assert len(asked.used_costs(digests)) == 3
-        # What is measured is measured by one process alone.
-        assert not source("measure", measure=lambda _calls: None).copies()
+        # What is measured is measured by one process alone, and may be faster than all that was.
+        measuring = source("measure", measure=lambda _calls: None)
+        assert not measuring.copies()
+        work = LeastWork(1e9, 10**6)
+        assert measuring.least_s(calls[1], "forward", work, group.kind.name) == 0.0
+        # A copy has no database.
+        on_misses: tuple[OnMiss, ...] = ("estimate", "fail")
+        for on_miss in on_misses:
+            bounded = source(on_miss)
+            assert bounded.copies()
+            shares: Copies[None, float] = Copies(
+                lambda *_: bounded.least_s(calls[1], "forward", work, group.kind.name),  # noqa: B023
+                2,
+            )
+            with shares:
+                here, there = shares.ask(None)
+            assert here == there > 0
 
 
 SEARCH = ("search", "--model", "mlp", "--preset", "small", "--topology", "p100-cluster", "--devices", "4")

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import pytest
 
-from graph.errors import CostError, RuntimeFailure
+from graph.calls import LocalCall
+from graph.errors import CostError, RuntimeFailure, UsageError
 from graph.training import Training
 from search.algorithms import optcnn as module
 from search.algorithms import registry
 from search.algorithms.algorithm import AlgorithmContext
 from search.algorithms.chain import SearchOptions
+from search.algorithms.joint import JointResult, search_jointly
+from search.algorithms.moves import shares_for
 from search.algorithms.optcnn import default_tables, least_additive, optcnn, small_tables
-from search.cost.cost_table import CostTable
+from search.algorithms.rewritings import Rewritings
+from search.cost.cost_table import CostTable, OperatorCost
 from search.cost.link_costs import LinkCosts
 from search.parallel.copies import Copies
-from search.problem import Problem
+from search.parallel.fork import ForkedProcess, can_fork, fork
+from search.problem import Problem, Tables
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls
+
+pytestmark = pytest.mark.skipif(not can_fork(), reason="processes are copied on Linux alone")
 
 
 class Counting:
@@ -78,35 +87,102 @@ def test_what_a_copy_raises_is_raised(ended: list[int]) -> None:
             copies.ask("raise")
 
 
+def test_as_many_share_as_the_operating_system_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def one_alone(work: Callable[[Connection], None]) -> ForkedProcess:
+        if started:
+            raise UsageError(
+                "search: a worker process cannot be started (no memory), must be; choose --workers 1"
+            )
+        process = fork(work)
+        started.append(process.number)
+        return process
+
+    monkeypatch.setattr("search.parallel.copies.fork", one_alone)
+    with Copies(Counting(), 4) as copies:
+        assert [(share, shares) for share, shares, _, _ in copies.ask(1)] == [(0, 2), (1, 2)]
+
+
+class RecordedCosts(MadeUpCosts):
+    """Made-up costs that are the same in a copy. `given_out`: calls that this process or a copy of it asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(1e-7)
+        self.given_out: dict[str, None] = {}
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:
+        self.given_out.update(dict.fromkeys(call.digest for call in calls))
+        return super().resolve(calls, kind_name)
+
+    def copies(self) -> bool:
+        return True
+
+    def given(self) -> dict[str, None]:
+        return self.given_out
+
+    def take(self, given: dict[str, None]) -> None:
+        self.given_out.update(given)
+
+
 def problem(costs: MadeUpCosts | None = None) -> Problem:
-    table = CostTable(MadeUpCosts(1e-7) if costs is None else costs)
+    table = CostTable(RecordedCosts() if costs is None else costs)
     return Problem(branches(), devices(48), table, Training(4), LinkCosts(), local_calls)
 
 
-def test_any_number_of_workers_finds_the_same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = default_tables(problem())
-    least, most_pairs = least_additive(alone), alone.pair_count // 3
-    small = small_tables(problem(), most_pairs)
-    assert small is not None
+def own_ns(tables: Tables) -> list[list[int]]:
+    """Return the cost of every group under each of its choices."""
+    return [
+        [tables.own_ns(group, number) for number in range(len(choices))]
+        for group, choices in enumerate(tables.space.choices)
+    ]
+
+
+@pytest.fixture
+def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little there is to do, it is shared."""
     for limit in ("MOST_LISTED_ALONE", "MOST_PAIRS_ALONE"):
         monkeypatch.setattr(module, limit, 0)
-    shared = default_tables(problem(), workers=3)
+
+
+@pytest.mark.usefixtures("without_limits")
+def test_any_number_of_workers_finds_the_same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, learned = RecordedCosts(), RecordedCosts()
+    alone, shared = default_tables(problem(known)), default_tables(problem(learned), workers=3)
     assert shared.space == alone.space
-    costs = [
-        [
-            tables.own_ns(group, number)
-            for group, of in enumerate(tables.space.choices)
-            for number in range(len(of))
-        ]
-        for tables in (alone, shared)
-    ]
-    assert costs[0] == costs[1]
+
+    def made_again(*_: object) -> int:
+        raise AssertionError("a copy has found it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tables, "longest_ns", made_again)
+        learned_ns = own_ns(shared)
+    assert learned_ns == own_ns(alone)
+    least = least_additive(alone)
     assert least_additive(shared, workers=3) == least
-    shared_small = small_tables(problem(), most_pairs, workers=2)
-    assert shared_small is not None
-    assert shared_small.space == small.space
+    assert learned.given_out.keys() == known.given_out.keys()
 
 
+@pytest.mark.usefixtures("without_limits")
+def test_smaller_spaces_are_the_same_too() -> None:
+    most_pairs = default_tables(problem()).pair_count // 3
+    alone, shared = (small_tables(problem(), most_pairs, workers) for workers in (1, 2))
+    assert alone is not None
+    assert shared is not None
+    assert shared.space == alone.space
+
+
+@pytest.mark.usefixtures("without_limits")
+def test_a_joint_search_finds_the_same_with_any_number_of_workers() -> None:
+    def searched(workers: int) -> JointResult:
+        of = Rewritings(problem(), 0, lambda _: None, shares_for(48))
+        result = search_jointly(of, (), SearchOptions(proposals=20), workers=workers)
+        return replace(result, seconds=0.0, chain=None)
+
+    assert searched(3) == searched(1)
+
+
+@pytest.mark.usefixtures("without_limits")
 def test_workers_find_no_costs_that_only_one_process_may_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up costs do not say that a copy finds the same: they may be measured."""
 
@@ -114,9 +190,7 @@ def test_workers_find_no_costs_that_only_one_process_may_measure(monkeypatch: py
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("search.parallel.copies.fork", refused)
-    for limit in ("MOST_LISTED_ALONE", "MOST_PAIRS_ALONE"):
-        monkeypatch.setattr(module, limit, 0)
-    one = problem()
+    one = problem(MadeUpCosts(1e-7))
     assert not one.costs.copies()
     context = AlgorithmContext(SearchOptions(proposals=1), workers=3)
     assert registry.run(("optcnn",), one, context)[0].strategy == optcnn(problem()).strategy

@@ -154,12 +154,16 @@ class DatabaseCosts:
         self._usual_launches = {}
         self._load(renewed)
 
+    @property
+    def _measures(self) -> bool:
+        """Whether it measures what is missing."""
+        return self._on_miss == "measure" and self._measure is not None
+
     def copies(self) -> bool:
         """Prepare for a fork; return whether forked copies may be asked for costs: not where it measures."""
-        if self._on_miss == "measure" and self._measure is not None:
+        if self._measures:
             return False
-        if self._on_miss == "estimate" or self._failed:
-            self._fitted()  # a copy must leave the database alone
+        self._fitted()  # a copy must leave the database alone
         self._copied = len(self._used), len(self._errors)
         return True
 
@@ -185,8 +189,8 @@ class DatabaseCosts:
 
     def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds, measured or estimated, that the calls into which a call may be cut take together at least."""
-        # A measurement of zero seconds bounds nothing.
-        if kind_name != self._kind.name or self._least_measured_s <= 0:
+        # A measurement of zero seconds bounds nothing, and what is still to be measured may be faster than all was.
+        if kind_name != self._kind.name or self._least_measured_s <= 0 or self._measures:
             return 0.0
         return self._fitted().least_s(call, phase, work)
 
