@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from graph.strategy import Strategy
 from search.algorithms.chain import ChainResult, SearchOptions
 from search.algorithms.proposal_log import Observer, ResumedChain
-
-if TYPE_CHECKING:
-    from search.problem import Problem  # numba comes with it
+from search.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +19,8 @@ class AlgorithmContext:
     """The inputs of an algorithm beside the problem.
 
     starts: strategies to begin from. resumed: chains of the walk that was interrupted. observers: by algorithm; all
-    tell how far they are, the walk tells its starts and proposals too. workers: processes for the walk's chains, and
-    for the costs that OptCNN's program adds up.
+    tell how far they are, the walk tells its starts and proposals too. workers: processes, at most, for the walk's
+    chains and for the costs that OptCNN's program adds up.
     """
 
     options: SearchOptions
@@ -55,4 +52,4 @@ class AlgorithmResult:
     bound_s: float | None = None
 
 
-Algorithm = Callable[["Problem", AlgorithmContext], AlgorithmResult]
+Algorithm = Callable[[Problem, AlgorithmContext], AlgorithmResult]

@@ -10,11 +10,11 @@ from graph.strategy import Strategy
 from search.evaluate.evaluator import outcome
 from search.orders import Order
 from search.outcome import Outcome
+from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 
 if TYPE_CHECKING:  # numba comes with them
     from search.kernels.records import Array
-    from search.problem import Problem
     from search.simulate.strategy_state import Layout
 
 

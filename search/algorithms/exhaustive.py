@@ -29,8 +29,9 @@ from search.bounds.elimination import TooWide, minimize
 from search.bounds.partial_bound import PartialStrategy
 from search.orders import Order
 from search.outcome import Outcome
-from search.problem import Problem, Tables
+from search.problem import Problem
 from search.space.enumerated_space import Space, smallest_space
+from search.tables import Tables
 
 # Choices of a group, whose pairs are tabulated for every edge.
 MOST_CHOICES = 160

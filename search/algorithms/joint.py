@@ -99,7 +99,6 @@ class RewritingCosts:
         imported = rewritings.imported.problem
         if time.monotonic() >= deadline:
             return
-        workers = workers if workers > 1 and imported.costs.copies() else 1
         tables = small_tables(imported, MOST_TABULATED, workers)
         if tables is not None and time.monotonic() < deadline:
             with suppress(UsageError):  # too wide for it: the others count
@@ -298,7 +297,7 @@ def search_jointly(
         options: as of `walk_jointly`, but that the time limit counts.
         share: as of `walk_jointly`.
         observer: told how far the walk is.
-        workers: processes that look for the costs of OptCNN's program, at most.
+        workers: processes that look for the costs of OptCNN's program, at most; see `optcnn`.
 
     Raises:
         CostError: a local call has no cost.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,14 +29,12 @@ from search.algorithms.moves import Moves
 from search.algorithms.proposal_log import Observer, Recorder, ResumedChain
 from search.evaluate.evaluator import outcome
 from search.parallel.gc_pause import frozen_heap
+from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
 from search.space.configurations import configured, random_draw
 from search.space.groups import follow
 from search.space.placements import ProposalOrigin
-
-if TYPE_CHECKING:
-    from search.problem import Problem  # numba comes with it
 
 # Other processes are started only where what is left takes longer than this: they are of use after some 0.1 s.
 WORKERS_PAY_S = 0.5

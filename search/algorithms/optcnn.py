@@ -13,11 +13,11 @@ they leave over is enumerated (`search.bounds.elimination`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 
@@ -28,11 +28,10 @@ from search.algorithms.best_tracker import simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
 from search.cost.cost_table import Met
 from search.parallel.copies import Copies
-from search.problem import Array, Problem, Tables
+from search.problem import Problem
 from search.space.enumerated_space import Space, count_contiguous, leading_space, smallest_space
 from search.space.groups import find_groups
-
-T = TypeVar("T")
+from search.tables import Array, Tables
 
 # Configurations of a group up to which the whole space is taken.
 MOST_WHOLE = 64
@@ -58,7 +57,7 @@ def optcnn(
 ) -> Additive:
     """Return the strategy of the least additive cost in a space, by default one that fits the machine's size.
 
-    workers: processes that look for costs; one where these may be measured.
+    workers: processes that look for costs, at most; one does where costs may be measured.
 
     Raises:
         UsageError: the core that the eliminations leave is too large to be enumerated.
@@ -72,7 +71,7 @@ def optcnn(
 def least_additive(tables: Tables, limit: int = LARGEST_TABLE, workers: int = 1) -> Additive:
     """Return the strategy of the least additive cost in the space of some tables.
 
-    workers: processes that look for costs. Raises as `optcnn` does.
+    For `workers` and errors see `optcnn`.
     """
     space = tables.space
     sizes = [len(choices) for choices in space.choices]
@@ -100,7 +99,7 @@ def default_space(problem: Problem) -> Space:
 
 
 def default_tables(problem: Problem, workers: int = 1) -> Tables:
-    """Return the tables of the default space; `workers`, and what it raises, as of `optcnn`."""
+    """Return the tables of the default space; for `workers` and errors see `optcnn`."""
     with Cheapest(Tables(problem, _listed_space(problem)), workers) as cheapest:
         return cheapest.tables(MOST_WHOLE)
 
@@ -118,8 +117,8 @@ def small_tables(problem: Problem, most_pairs: int, workers: int = 1) -> Tables 
     """Return the tables of a space of at most `most_pairs` pairs of configurations; None where the least has more.
 
     A group keeps `LEAST_KEPT` configurations, or twice as many while there are few enough pairs, up to `MOST_WHOLE`:
-    those that cost least by themselves, of the space from which the default one takes its. `workers`, and what it
-    raises, as of `optcnn`.
+    those that cost least by themselves, of the space from which the default one takes its. For `workers` and errors
+    see `optcnn`.
     """
     small = None
     most = LEAST_KEPT
@@ -138,25 +137,21 @@ FirstChoices = dict[int, list[tuple[int, int]]]
 
 
 class Cheapest:
-    """Of the choices of each group in a space those that cost least by themselves, of equals the first.
+    """The choices of each group in a space that cost least by themselves, of equals the first.
 
     A context, in which processes look for them. Nothing more may be asked where it raised.
 
     Args:
         tables: of the space.
-        workers: processes, as of `optcnn`.
+        workers: see `optcnn`.
     """
 
     def __init__(self, tables: Tables, workers: int = 1) -> None:
         self._tables = tables
-        classes = [tables.group_class(group) for group in range(len(tables.space.groups))]
-        first_of = {group_class: group for group, group_class in reversed(list(enumerate(classes)))}
-        # For each group, the first whose choices cost the same.
-        self._like = [first_of[group_class] for group_class in classes]
-        self._ascending = {group: _ascending(tables, group) for group in sorted(set(self._like))}
+        self._ascending = {group: _ascending(tables, group) for group in sorted(set(tables.like_groups))}
         self._first: FirstChoices = {group: [] for group in self._ascending}
         listed = sum(len(tables.space.choices[group]) for group in self._ascending)
-        count = min(workers, len(self._ascending)) if listed > MOST_LISTED_ALONE else 1
+        count = _processes(tables, workers, len(self._ascending)) if listed > MOST_LISTED_ALONE else 1
         self._copies: Copies[int, tuple[FirstChoices, Met | None]] = Copies(self._share, count)
 
     def __enter__(self) -> Self:
@@ -182,12 +177,13 @@ class Cheapest:
             return space
         for first, met in self._copies.ask(most):
             self._first |= first
-            _take(self._tables, met)
-        for group, choices in self._first.items():
-            self._tables.learn_own_ns(group, dict(choices))
+            if met is not None:
+                self._tables.problem.costs.take(met)
+                for group, costs_ns in first.items():
+                    self._tables.learn_own_ns(group, dict(costs_ns))
         kept = [
             tuple(choices[number] for number, _ in sorted(self._first[group][:most]))
-            for choices, group in zip(space.choices, self._like, strict=True)
+            for choices, group in zip(space.choices, self._tables.like_groups, strict=True)
         ]
         return replace(space, choices=tuple(kept), name=f"{space.name}, {most} a group", whole=False)
 
@@ -200,21 +196,22 @@ class Cheapest:
         return {group: self._first[group] for group in mine}, _met(self._tables, share)
 
 
+def _processes(tables: Tables, workers: int, shares: int) -> int:
+    """Return in how many processes costs are found, of at most so many shares: one where they may be measured."""
+    return min(workers, shares) if workers > 1 and tables.problem.costs.copies() else 1
+
+
 def _met(tables: Tables, share: int) -> Met | None:
-    """Return what a copy of this process has met of costs; None of this process itself."""
+    """Return the costs that a copy of this process has met; None for this process itself."""
     return tables.problem.costs.met() if share else None
 
 
-def _take(tables: Tables, met: Met | None) -> None:
-    if met is not None:
-        tables.problem.costs.take(met)
-
-
 def factors(tables: Tables, workers: int = 1) -> list[CostFunction]:
-    """Return the additive cost as functions of one and of two groups; `workers`, and what it raises, as of `optcnn`."""
+    """Return the additive cost as functions of one and of two groups; for `workers` and errors see `optcnn`."""
     space = tables.space
-    own = _of_groups(tables, lambda group: _own_ns(tables, group))
-    if workers > 1 and tables.pair_count * tables.problem.device_count > MOST_PAIRS_ALONE:
+    own_of = {group: _own_ns(tables, group) for group in set(tables.like_groups)}
+    own = [own_of[group] for group in tables.like_groups]
+    if tables.pair_count * tables.problem.device_count > MOST_PAIRS_ALONE:
         _make_edges(tables, workers)
     between: dict[tuple[int, int], Array] = {}
     for number, edge in enumerate(tables.edges):
@@ -234,7 +231,7 @@ def factors(tables: Tables, workers: int = 1) -> list[CostFunction]:
 
 
 def _make_edges(tables: Tables, workers: int) -> None:
-    """Make the tables of all edges, by several processes."""
+    """Make the tables of all edges, by several processes where that is possible."""
     numbers = tables.distinct_edges()
 
     def alone_ns(share: int, shares: int, _: None) -> tuple[dict[int, Array], Met | None]:
@@ -243,23 +240,12 @@ def _make_edges(tables: Tables, workers: int) -> None:
         made = {number: tables.edge(number, by_part=False).alone_ns for number in mine}
         return made, _met(tables, share)
 
-    with Copies(alone_ns, min(workers, len(numbers))) as copies:
+    with Copies(alone_ns, _processes(tables, workers, len(numbers))) as copies:
         for made, met in copies.ask(None):
-            _take(tables, met)
-            for number, table in made.items():
-                tables.learn_edge(number, table)
-
-
-def _of_groups(tables: Tables, of_group: Callable[[int], T]) -> list[T]:
-    """Return the result of `of_group` for every group, made once for those whose choices cost the same."""
-    made: dict[tuple[object, ...], T] = {}
-    of_groups = []
-    for group in range(len(tables.space.groups)):
-        group_class = tables.group_class(group)
-        if group_class not in made:
-            made[group_class] = of_group(group)
-        of_groups.append(made[group_class])
-    return of_groups
+            if met is not None:
+                tables.problem.costs.take(met)
+                for number, table in made.items():
+                    tables.learn_edge(number, table)
 
 
 def _own_ns(tables: Tables, group: int) -> Array:
@@ -271,11 +257,10 @@ def _own_ns(tables: Tables, group: int) -> Array:
 def _ascending(tables: Tables, group_index: int) -> Iterator[tuple[int, int]]:
     """Yield the numbers of a group's choices with their own costs, by ascending cost, of equals the first first.
 
-    A cost is bounded by an equal share of what the head's tasks take together at least or, where that is not known, by
-    its first task; by that and the weights' sums and updates; by the head's first task, and the weights; by the first
-    tasks of all operators, and the weights. The
-    choice of the lowest bound gets its next bound, or its cost, first: of the others these are made only where their
-    bounds do not exclude them.
+    A cost is bounded by an equal share of the least time of all tasks of the head or, where that is not known, by its
+    first task; by that and the weights' sums and updates; by the head's first task, and the weights; by the first tasks
+    of all operators, and the weights. The choice of the lowest bound gets its next bound, or its cost, first: of the
+    others these are made only where their bounds do not exclude them.
     """
     head, *others = tables.space.groups[group_index].operators
     least = tables.least_ns(head)
@@ -304,8 +289,7 @@ def _ascending(tables: Tables, group_index: int) -> Iterator[tuple[int, int]]:
 
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     began = time.monotonic()
-    workers = context.workers if context.workers > 1 and problem.costs.copies() else 1
-    additive = optcnn(problem, workers=workers)
+    additive = optcnn(problem, workers=context.workers)
     cost = simulated(problem, additive.strategy, context.options.order)
     return AlgorithmResult(
         "optcnn",

@@ -41,10 +41,11 @@ from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmRe
 from search.algorithms.best_tracker import builder_of
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, smallest
 from search.orders import Order
-from search.problem import Array, Problem
+from search.problem import Problem
 from search.simulate.simulator import Simulation, simulate_tasks
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.groups import NO_AXIS, Group, carried, find_groups, following
+from search.tables import Array
 
 
 class Unsplit(Enum):

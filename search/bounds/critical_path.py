@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.problem import NEVER, Array, EdgeTable, Tables
 from search.space.groups import follow
+from search.tables import NEVER, Array, EdgeTable, Tables
 
 
 class CriticalPaths:

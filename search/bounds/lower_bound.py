@@ -60,10 +60,11 @@ from graph.operators import Operator, OperatorGraph, ValueKind
 from search.bounds.critical_path import CriticalPaths
 from search.cost.cost_table import nanoseconds
 from search.cost.link_costs import Curve
-from search.problem import Array, Problem, Tables
+from search.problem import Problem
 from search.simulate.backward_reachability import operators_with_backward
 from search.space.enumerated_space import all_degrees, count_degrees, count_whole, whole_space
 from search.space.groups import find_groups
+from search.tables import Array, Tables
 
 # Pairs of configurations, over all edges, up to which every pair is looked at.
 MOST_PAIRED = 100_000

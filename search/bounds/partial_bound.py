@@ -19,7 +19,7 @@ from graph.strategy import Configuration
 from search.bounds.critical_path import CriticalPaths
 from search.kernels.bounds import prefix_bound
 from search.kernels.records import Prefix
-from search.problem import NEVER, Array, Sync
+from search.tables import NEVER, Array, Sync
 
 
 class _WeightPlacement(NamedTuple):

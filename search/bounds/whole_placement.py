@@ -30,9 +30,10 @@ from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE
 from search.cost.cost_table import nanoseconds
 from search.cost.link_costs import LinkCosts
-from search.problem import Array, Problem, Tables
+from search.problem import Problem
 from search.space.enumerated_space import Space
 from search.space.groups import find_groups, is_view
+from search.tables import Array, Tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,7 +25,8 @@ from search.cost.cost_table import CostTable, OperatorCost
 from search.cost.link_costs import LinkCosts
 from search.parallel.copies import Copies
 from search.parallel.fork import ForkedProcess, can_fork, fork
-from search.problem import Problem, Tables
+from search.problem import Problem
+from search.tables import Tables
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="processes are copied on Linux alone")

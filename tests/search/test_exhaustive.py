@@ -16,9 +16,10 @@ from search.bounds.critical_path import CriticalPaths
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.orders import Order
-from search.problem import Problem, Tables
+from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.enumerated_space import contiguous_space, count_whole, whole_space
+from search.tables import Tables
 from tests.quick import seeds
 from tests.search.builders import (
     MadeUpCosts,

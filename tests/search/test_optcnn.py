@@ -22,7 +22,7 @@ from search.algorithms.optcnn import MOST_WHOLE, default_space, factors, least_a
 from search.bounds.elimination import CostFunction, TooWide, minimize, smallest
 from search.cost.cost_table import CostTable, nanoseconds
 from search.cost.link_costs import LinkCosts
-from search.problem import Problem, Tables
+from search.problem import Problem
 from search.space.baselines import random_strategy, single_device
 from search.space.enumerated_space import (
     Space,
@@ -33,6 +33,7 @@ from search.space.enumerated_space import (
     whole_space,
 )
 from search.space.groups import find_groups, following
+from search.tables import Tables
 from tests.quick import seeds
 from tests.reference.links import collective_price, message_s
 from tests.reference.taskgraph import moved

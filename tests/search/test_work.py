@@ -22,10 +22,11 @@ from search.algorithms.optcnn import Cheapest
 from search.bounds import lower_bound
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import LinkCosts
-from search.problem import Problem, Tables
+from search.problem import Problem
 from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.enumerated_space import leading_space
+from search.tables import Tables
 from tests.graphs import small_graph
 from tests.quick import seeds
 from tests.search.builders import devices

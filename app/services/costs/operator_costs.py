@@ -156,7 +156,7 @@ class DatabaseCosts:
 
     @property
     def _measures(self) -> bool:
-        """Whether it measures what is missing."""
+        """Whether this source measures missing costs."""
         return self._on_miss == "measure" and self._measure is not None
 
     def copies(self) -> bool:
