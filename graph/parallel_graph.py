@@ -233,8 +233,11 @@ def _check_configurations_are_all(graph: OperatorGraph, strategy: Strategy) -> N
 
 
 def _batched_inputs(graph: OperatorGraph) -> frozenset[str]:
-    """Return the inputs of which each micro-batch has its own samples: some reader follows them by samples."""
-    return frozenset(
+    """Return the inputs of which each micro-batch has its own samples: some reader follows them by samples.
+
+    In micro-batches of one sample, no reader does: a dim of one is no axis. Each has all inputs of its own then.
+    """
+    followed = frozenset(
         name
         for name in graph.inputs
         for index, slot in graph.consumers[name]
@@ -242,6 +245,7 @@ def _batched_inputs(graph: OperatorGraph) -> frozenset[str]:
         for factor in dim
         if factor.axis is not None and graph.operators[index].space.axes[factor.axis].kind is AxisKind.SAMPLE
     )
+    return followed or frozenset(graph.inputs)
 
 
 def _view(operator: Operator, configuration: Configuration) -> MachineView:

@@ -167,24 +167,27 @@ class CudaTimer:
         asleep = self.mark()
         if not self.waits:
             torch.cuda._sleep(self._cycles)
-        marks, moments = [self.mark()], [time.perf_counter()]
+        marks, begun_s, hosts_s = [self.mark()], time.perf_counter(), []
         for work in stretches:
+            issuing_s = time.perf_counter()
             work()
+            # Before the mark: recording it takes the host time that a step does not take.
+            hosts_s.append(time.perf_counter() - issuing_s)
             marks.append(self.mark())
-            moments.append(time.perf_counter())
+        issued_s = time.perf_counter() - begun_s
         overtaken = not self.waits and marks[0].query()
         noted()
         marks[-1].synchronize()
         if not self.waits:
-            host_s, slept_s = moments[-1] - moments[0], self.elapsed_s(asleep, marks[0])
-            wanted = self._cycles * SLEEP_SHARE * host_s / max(slept_s, 1e-9)
+            slept_s = self.elapsed_s(asleep, marks[0])
+            wanted = self._cycles * SLEEP_SHARE * issued_s / max(slept_s, 1e-9)
             self._overtaken = self._overtaken + 1 if overtaken else 0
             self._cycles = min(MOST_SLEEP_CYCLES, max(FIRST_SLEEP_CYCLES // 10, ceil(wanted)))
         if overtaken:
             return None
         return [
-            Elapsed(self.elapsed_s(marks[i], marks[i + 1]), moments[i + 1] - moments[i])
-            for i in range(len(stretches))
+            Elapsed(self.elapsed_s(start, end), host_s)
+            for (start, end), host_s in zip(pairwise(marks), hosts_s, strict=True)
         ]
 
     def restart(self) -> None:

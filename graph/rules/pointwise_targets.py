@@ -52,7 +52,7 @@ threshold_backward true_divide.Tensor trunc where.self xlogy.Scalar_Other xlogy.
 _UNTAGGED = """
 _to_copy to.dtype to.dtype_layout to.device to.other type_as detach alias hardswish log_sigmoid floor_divide
 floor_divide.Scalar masked_fill.Tensor where.Scalar where.ScalarOther where.ScalarSelf rsub.Tensor
-lift_fresh_copy contiguous copy fill.Scalar fill.Tensor softsign __and__.Scalar __and__.Tensor __or__.Scalar
+lift_fresh_copy contiguous copy fill.Scalar fill.Tensor __and__.Scalar __and__.Tensor __or__.Scalar
 __or__.Tensor
 """
 

@@ -30,7 +30,11 @@ def test_the_time_of_an_operator_is_the_device_s_whatever_the_host_takes(
     assert backward.median_s == pytest.approx(2 * kernel_s, rel=0.02)  # two products
 
 
-def test_the_host_s_time_to_issue_an_operator_stands_beside(gpus: Virtual) -> None:
+@pytest.mark.parametrize("event_s", [0.0, 6e-6])
+def test_the_host_s_time_to_issue_an_operator_stands_beside(gpus: Virtual, event_s: float) -> None:
+    gpus.speeds.event_s = event_s
+    # Of long kernels a batch is a single one, beside which an event is not little.
+    gpus.speeds.kernel_s = 200e-6
     for forward, backward in (_measured(rectifier(1000)), _measured(rectifier(100_000))):
         assert forward.launch_s == pytest.approx(gpus.speeds.host_s, rel=0.02)
         assert backward.launch_s == pytest.approx(gpus.speeds.host_s, rel=0.02)

@@ -12,10 +12,12 @@ from app.services.models.models import import_graph, known_models, requested_mod
 from graph.calls import LocalCall
 from graph.importer import import_module
 from graph.operators import OperatorGraph
+from graph.rules.registry import rules
 from profiler.call_inputs import CallInputs
 from profiler.devices import available_devices
 from search.cost.calls_to_profile import calls_to_profile
 from tests.gpu.conftest import seeing_gpus
+from tests.gpu.native_functions import has_cuda_kernel
 from tests.gpu.virtual_device import Virtual
 
 
@@ -47,6 +49,21 @@ def _graph(name: str) -> OperatorGraph:
         module, args, kwargs = network()
         return import_module(module, args, kwargs, name="exchanges")
     return import_graph(requested_model(name, "small", None, "float32"), batch_norm="synchronized").graph
+
+
+def test_every_operator_that_a_rule_knows_has_a_kernel_for_gpus() -> None:
+    names = [target.removeprefix("aten.") for target in rules() if target.startswith("aten.")]
+    assert len(names) > 300
+    assert [name for name in names if not has_cuda_kernel(name.removesuffix(".default"))] == []
+
+
+def test_an_operator_without_a_kernel_for_gpus_is_refused_on_one() -> None:
+    with seeing_gpus():
+        images = torch.zeros(1, 1, 4, 4, device="cuda:0")
+        with pytest.raises(
+            NotImplementedError, match="'aten::mkldnn_max_pool2d' with arguments from the 'CUDA'"
+        ):
+            torch.ops.aten.mkldnn_max_pool2d(images, [2, 2])
 
 
 # Inception is profiled as a whole (`test_commands`).

@@ -36,6 +36,7 @@ QUERY_S = 1e-6
 class Speeds:
     """The seconds that things take, as a device is told to take them.
 
+    event_s: of the host to record an event.
     kernel_s: of each kernel, beside `memory_bytes_per_s` (0: bytes take no time). names: of single operators, instead.
     message_s, message_bytes_per_s: of a message, or of a collective of so many bytes.
     contention: the share of its speed that a kernel loses while this GPU communicates. contentions: of single
@@ -48,6 +49,7 @@ class Speeds:
 
     count: int = 8
     host_s: float = 30e-6
+    event_s: float = 0.0
     kernel_s: float = 5e-6
     memory_bytes_per_s: float = 0.0
     names: dict[str, float] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Record the event behind all work of a stream."""
         chosen = virtual.stream() if stream is None else stream
+        virtual.now_s += virtual.speeds.event_s
         self.at_s = max(virtual.now_s, chosen.free_s)
 
     def wait(self, stream: Stream | None = None) -> None:

@@ -336,6 +336,16 @@ def test_micro_batches_are_a_pipeline_of_inputs_and_a_batch_of_the_loss() -> Non
     check_regions(graph, strategy, parallel)
 
 
+def test_micro_batches_of_one_sample_are_a_pipeline_too() -> None:
+    graph = two_layers(samples=1)
+    strategy = replace(single_device(graph), micro_batches=MicroBatches(4, Schedule.GPIPE))
+    parallel = parallel_graph(graph, strategy)
+    assert parallel.operators[0].inputs[0].text == "Pipeline(4)"
+    assert parallel.loss.text == "Batch(4)"
+    assert strategy_of(parallel, graph) == strategy
+    check_regions(graph, strategy, parallel)
+
+
 def test_documents_name_axes_and_machine_views() -> None:
     graph = two_layers()
     document = json.loads(json.dumps(parallel_graph(graph, data_parallel(graph, 4)).to_json(graph)))
