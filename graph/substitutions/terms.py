@@ -6,6 +6,7 @@ itself, so all its operands have the same degrees. `partition[d,k]` divides dim 
 tensor does not have yet, `combine[d,k]` joins them, `replicate[k]` makes k equal parts, `reduce[k]` adds them up.
 `add_along[d](x, b)` and `multiply_along[d](x, g)` have a vector for dim d; `batch_norm(x, n, s, g, b)` is that of
 inference, (x + n) s g + b by channel, of the negated running mean n and the reciprocal standard deviation s.
+`softmax(x)` is that of each row of a matrix.
 """
 
 from __future__ import annotations
@@ -195,6 +196,11 @@ def _elementwise(_attributes: tuple[Attribute, ...], operands: list[TensorType])
     return operands[0]
 
 
+def _softmax(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
+    _require(len(operands[0].dims) == 2, "softmax", "two dims, rows of classes")
+    return operands[0]
+
+
 def _transpose(_attributes: tuple[Attribute, ...], operands: list[TensorType]) -> TensorType:
     _require(len(operands[0].dims) == 2, "transpose", "two dims")
     return TensorType(operands[0].dims[::-1], operands[0].degrees)
@@ -278,6 +284,7 @@ OPERATORS: dict[str, tuple[int, TypeRule]] = {
     "multiply": (2, _elementwise),
     "relu": (1, _elementwise),
     "scale": (1, _elementwise),
+    "softmax": (1, _softmax),
     "transpose": (1, _transpose),
     "flatten": (1, _flatten),
     "unflatten": (1, _unflatten),

@@ -51,17 +51,17 @@ JOINED = (*_dims("concat", 0, 1), *_dims("split", 0, 1))
 K = {"k": 2}
 
 
-def _whole(variables: dict[str, str], operators: int, dims: tuple[int, ...], *kinds: str) -> Family:
-    """Return the family of parallelizations of `kinds`, on each of `dims`."""
+def _whole(variables: dict[str, str], operators: int, dims: tuple[int, ...], *choices: Choice) -> Family:
+    """Return the family of parallelizations of the operators that are `choices`, on each of `dims`."""
     return Family(
-        f"whole parallel {' '.join(kinds)}",
+        f"whole parallel {' '.join(' '.join(map(str, (kind, *attributes))) for kind, attributes in choices)}",
         variables,
-        (*((kind, ("s",) if kind == "scale" else ()) for kind in kinds), *_parallel("k", *dims)),
+        (*choices, *_parallel("k", *dims)),
         operators,
         degrees=K,
         everything=True,
         whole=True,
-        about=frozenset(kinds),
+        about=frozenset(kind for kind, _ in choices),
     )
 
 
@@ -70,13 +70,20 @@ BIASED = {**MATRIX, "b": "o"}
 IMAGE = {"x": "n,c,h,v", "w": "o,c,r,t"}
 
 FAMILIES = (
-    *(_whole(MATRIX, 4, (0, 1), kind) for kind in ("matmul", "matmul_relu")),
-    *(_whole(BIASED, 5, (0, 1), kind) for kind in ("linear", "linear_relu")),
-    *(_whole(IMAGE, 4, (0, 1), kind) for kind in ("conv", "conv_relu")),
-    *(_whole({"x": "a,c", "y": "a,c"}, 4, (0, 1), kind) for kind in ("add", "multiply")),
-    *(_whole({"x": "a,c"}, 3, (0, 1), kind) for kind in ("relu", "scale", "transpose")),
-    _whole({"x": "a,b,c"}, 3, (0, 1, 2), "flatten"),
-    _whole({"x": "a.b,c"}, 3, (0, 1), "unflatten"),
+    *(_whole(MATRIX, 4, (0, 1), choice) for choice in _plain("matmul", "matmul_relu")),
+    *(_whole(BIASED, 5, (0, 1), choice) for choice in _plain("linear", "linear_relu")),
+    *(_whole(IMAGE, 4, (0, 1), choice) for choice in _plain("conv", "conv_relu")),
+    *(_whole({"x": "a,c", "y": "a,c"}, 4, (0, 1), choice) for choice in _plain("add", "multiply")),
+    *(
+        _whole({"x": "a,c"}, 3, (0, 1), choice)
+        for choice in (*_plain("relu", "transpose", "softmax"), *SCALE)
+    ),
+    _whole({"x": "a,c", "y": "a,e"}, 4, (0,), *_dims("concat", 1)),
+    _whole({"x": "a,c", "y": "b,c"}, 4, (1,), *_dims("concat", 0)),
+    _whole({"x": "a,c+e"}, 3, (0,), *_dims("split", 1)),
+    _whole({"x": "a+b,c"}, 3, (1,), *_dims("split", 0)),
+    _whole({"x": "a,b,c"}, 3, (0, 1, 2), *_plain("flatten")),
+    _whole({"x": "a.b,c"}, 3, (0, 1), *_plain("unflatten")),
     Family(
         "elementwise",
         {"x": "a,c", "y": "a,c", "z": "a,c"},
@@ -173,13 +180,16 @@ FAMILIES = (
         degrees=K,
         about=frozenset({"matmul_relu"}),
     ),
-    Family(
-        "parallel concat and split",
-        {"x": "a,c", "y": "a,e"},
-        (*_dims("concat", 0), *_parallel("k", 0, 1)),
-        3,
-        degrees=K,
-        about=frozenset({"concat"}),
+    *(
+        Family(
+            f"parallel concat and split of dim {dim}",
+            {"x": "a,c", "y": second},
+            (*_dims("concat", dim), *_dims("split", dim), *_parallel("k", 1 - dim)),
+            3,
+            degrees=K,
+            about=frozenset({"concat", "split"}),
+        )
+        for dim, second in ((0, "b,c"), (1, "a,e"))
     ),
     Family(
         "parallel reshape",
@@ -256,6 +266,18 @@ COMPOSED: tuple[tuple[str, str, dict[str, str]], ...] = (
         "batch_norm(add_along[1](conv(x, w), e), n, s, g, b)",
         "add_along[1](conv(x, multiply_along[0](w, multiply(s, g))), add(multiply(add(e, n), multiply(s, g)), b))",
         {"x": "n,c,h,v", "w": "o,c,r,t", "e": "o", "n": "o", "s": "o", "g": "o", "b": "o"},
+    ),
+    (
+        "batch_norm(x, n, s, g, b)",
+        "combine[0,k](batch_norm(partition[0,k](x), replicate[k](n), replicate[k](s), replicate[k](g), "
+        "replicate[k](b)))",
+        {"x": "a,c,h,v", "n": "c", "s": "c", "g": "c", "b": "c"},
+    ),
+    (
+        "batch_norm(x, n, s, g, b)",
+        "combine[1,k](batch_norm(partition[1,k](x), partition[0,k](n), partition[0,k](s), partition[0,k](g), "
+        "partition[0,k](b)))",
+        {"x": "a,c,h,v", "n": "c", "s": "c", "g": "c", "b": "c"},
     ),
 )
 """Candidates that are given: source, target, variables. They have more operators than a family can enumerate, and go

@@ -129,6 +129,17 @@ _EQUATIONS: dict[str, str] = {
     "parts of conv in kernels": "partition[1,k](conv(x, w)) = conv(replicate[k](x), partition[0,k](w))",
     "conv in parts of channels": "reduce[k](conv(partition[1,k](x), partition[1,k](w))) = conv(x, w)",
     "copies of conv": "replicate[k](conv(x, w)) = conv(replicate[k](x), replicate[k](w))",
+    "softmax in parallel rows": "combine[0,k](softmax(x)) = softmax(combine[0,k](x))",
+    "parts of softmax in rows": "partition[0,k](softmax(x)) = softmax(partition[0,k](x))",
+    "copies of softmax": "replicate[k](softmax(x)) = softmax(replicate[k](x))",
+    "batch_norm in parallel images": (
+        "combine[0,k](batch_norm(x, replicate[k](n), replicate[k](s), replicate[k](g), replicate[k](b))) = "
+        "batch_norm(combine[0,k](x), n, s, g, b)"
+    ),
+    "batch_norm in parallel channels": (
+        "combine[1,k](batch_norm(x, n, s, g, b)) = "
+        "batch_norm(combine[1,k](x), combine[0,k](n), combine[0,k](s), combine[0,k](g), combine[0,k](b))"
+    ),
     "copies of concat": "replicate[k](concat[d](x, y)) = concat[d](replicate[k](x), replicate[k](y))",
     "copies of a half": "replicate[k](split[d,i,l](x)) = split[d,i,l](replicate[k](x))",
     "reduce of concat": "reduce[k](concat[d](x, y)) = concat[d](reduce[k](x), reduce[k](y))",
@@ -138,6 +149,8 @@ _EQUATIONS: dict[str, str] = {
     "combine of concat of other dims": (
         "combine[d,k](concat[e](x, y)) = concat[e](combine[d,k](x), combine[d,k](y))"
     ),
+    "partition of a half of other dims": "partition[d,k](split[e,i,l](x)) = split[e,i,l](partition[d,k](x))",
+    "combine of a half of other dims": "combine[d,k](split[e,i,l](x)) = split[e,i,l](combine[d,k](x))",
     "copies of parts": "replicate[m](partition[d,k](x)) = partition[d,k](replicate[m](x))",
     "copies of combine": "replicate[m](combine[d,k](x)) = combine[d,k](replicate[m](x))",
     "copies of reduce": "replicate[m](reduce[k](x)) = reduce[k](replicate[m](x))",

@@ -157,6 +157,33 @@ NAMED = {
         "combine[0,k](conv(partition[0,k](x), replicate[k](w)))",
         {"x": "n,c,h,v", "w": "o,c,r,t"},
     ),
+    "softmax in parallel rows": (
+        "softmax(x)",
+        "combine[0,k](softmax(partition[0,k](x)))",
+        {"x": "a,c"},
+    ),
+    "concatenation in parallel samples": (
+        "concat[1](x, y)",
+        "combine[0,k](concat[1](partition[0,k](x), partition[0,k](y)))",
+        {"x": "a,c", "y": "a,e"},
+    ),
+    "split in parallel samples": (
+        "split[1,0,c](x)",
+        "combine[0,k](split[1,0,c](partition[0,k](x)))",
+        {"x": "a,c+e"},
+    ),
+    "batch norm in parallel images": (
+        "batch_norm(x, n, s, g, b)",
+        "combine[0,k](batch_norm(partition[0,k](x), replicate[k](n), replicate[k](s), replicate[k](g), "
+        "replicate[k](b)))",
+        {"x": "a,c,h,v", "n": "c", "s": "c", "g": "c", "b": "c"},
+    ),
+    "batch norm in parallel channels": (
+        "batch_norm(x, n, s, g, b)",
+        "combine[1,k](batch_norm(partition[1,k](x), partition[0,k](n), partition[0,k](s), partition[0,k](g), "
+        "partition[0,k](b)))",
+        {"x": "a,c,h,v", "n": "c", "s": "c", "g": "c", "b": "c"},
+    ),
 }
 
 
@@ -202,6 +229,23 @@ WRONG = [
         MATRICES,
     ),
     ("partition[0,k](combine[1,k](x))", "partition[1,k](combine[0,k](x))", {"x": "a,a@k"}),
+    ("softmax(x)", "combine[1,k](softmax(partition[1,k](x)))", MATRICES),
+    (
+        "partition[0,k](concat[0](x, y))",
+        "concat[0](partition[0,k](x), partition[0,k](y))",
+        {"x": "a,c", "y": "b,c"},
+    ),
+    (
+        "combine[0,k](concat[0](x, y))",
+        "concat[0](combine[0,k](x), combine[0,k](y))",
+        {"x": "a,c@k", "y": "b,c@k"},
+    ),
+    (
+        "batch_norm(x, n, s, g, b)",
+        "combine[0,k](batch_norm(partition[0,k](x), replicate[k](b), replicate[k](s), replicate[k](g), "
+        "replicate[k](n)))",
+        {**IMAGES, "x": "a,a,h,v"},
+    ),
     ("conv(x, w)", "reduce[k](conv(replicate[k](x), replicate[k](w)))", KERNELS),
     ("conv_relu(x, w)", "conv(relu(x), w)", KERNELS),
     (

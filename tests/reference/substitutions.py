@@ -166,6 +166,8 @@ def _local(term: Term, x: list[Tensor], left: int, shape: tuple[int, ...]) -> Te
             return nn.functional.relu(x[0])
         case "scale":
             return 5 * x[0]
+        case "softmax":
+            return nn.functional.softmax(x[0], -1)
         case "transpose":
             return x[0].T
         case "flatten" | "unflatten":
