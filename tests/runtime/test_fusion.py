@@ -80,7 +80,10 @@ def fused(graph: OperatorGraph) -> OperatorGraph:
     [
         "block",
         "bert-large",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf-llama", "resnet101", "inception")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("hf-llama", "hf-t5", "resnet101", "inception")
+        ),
     ],
 )
 def test_a_fused_graph_gives_the_loss_gradients_and_buffers_of_the_imported_one(name: str) -> None:

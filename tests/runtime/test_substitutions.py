@@ -61,9 +61,9 @@ def zoo(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch
     [
         "heads",
         "heads without biases",
-        pytest.param("inception", marks=pytest.mark.slow),
         "bert-large",
         "resnet101",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inception", "hf-llama", "hf-t5")),
     ],
 )
 def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_one(name: str) -> None:
