@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gpu.native_functions import has_cuda_kernel
-
 _ACCUMULATED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -29,14 +27,7 @@ class CudaPreconditions(TorchDispatchMode):
 
 
 def check_preconditions(name: str, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise what a CUDA kernel would raise, or what it asserts, of an operator's operands; or that there is none."""
-    if overload.namespace == "aten":
-        full = overload._schema.name.partition("::")[2]
-        listed = f"{full}.{overload._schema.overload_name}" if overload._schema.overload_name else full
-        if not has_cuda_kernel(listed):
-            raise NotImplementedError(
-                f"Could not run 'aten::{listed}' with arguments from the 'CUDA' backend"
-            )
+    """Raise what a CUDA kernel would raise, or what it asserts, of an operator's operands."""
     check = _CHECKS.get(name)
     if check is None:
         return

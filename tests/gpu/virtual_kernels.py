@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu.kernels import CUDA_ONLY
+from tests.gpu.native_functions import has_cuda_kernel
 from tests.gpu.preconditions import check_preconditions
 from tests.gpu.virtual_device import gpu_of, is_pinned, virtual
 
@@ -62,6 +63,7 @@ class Kernels(TorchDispatchMode):
                 f"Expected all tensors to be on the same device, but found {sorted(map(str, places))} in {name}"
             )
         if indexes:
+            _check_has_kernel(func)
             check_preconditions(name, func, args, kwargs)
         if index is not None and sum(tensor.numel() for tensor in tensors) > virtual.speeds.most_computed:
             result = _without_computing(func, args, kwargs)
@@ -102,6 +104,14 @@ class Kernels(TorchDispatchMode):
                 made if made is not None else source or 0, f"{name} between host and device"
             )
         return made
+
+
+def _check_has_kernel(func: Any) -> None:
+    """Raise what torch raises where an operator has no kernel for CUDA."""
+    schema = func._schema
+    name = ".".join(filter(None, (schema.name.partition("::")[2], schema.overload_name)))
+    if func.namespace == "aten" and not has_cuda_kernel(name):
+        raise NotImplementedError(f"Could not run 'aten::{name}' with arguments from the 'CUDA' backend")
 
 
 def _has_mask(indexes: Any) -> bool:
