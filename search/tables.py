@@ -234,7 +234,7 @@ class Tables:
         return known_ns
 
     def learn_own_ns(self, group_number: int, costs_ns: Mapping[int, int]) -> None:
-        """Take what `own_ns` is under some choices of a group, as a copy of this process has found it."""
+        """Keep the costs of some choices of a group, which a copy of this process has found."""
         known = {self._own_key(group_number, number): own_ns for number, own_ns in costs_ns.items()}
         self._own_ns.update(known)
 
@@ -287,7 +287,7 @@ class Tables:
     def _edge_class(
         self, number: int
     ) -> tuple[int, bool, tuple[Configuration, ...], tuple[Configuration, ...]]:
-        """Return what the table of an edge depends on: equal edges have equal tables."""
+        """Return the key of an edge's table: edges of equal keys have equal tables."""
         edge = self.edges[number]
         producer, _ = self._distinct[self._list_of[edge.producer]]
         reader, _ = self._distinct[self._list_of[edge.reader]]
@@ -349,7 +349,7 @@ class Tables:
     def syncs(
         self, weights: Sequence[int], chosen: Mapping[int, Configuration]
     ) -> tuple[list[Sync], dict[int, int]]:
-        """Return what devices synchronize of some weights and, by device, the elements that it holds of them.
+        """Return the gradients of some weights that devices sum up and, by device, how many of their elements it holds.
 
         Args:
             weights: their places among the graph's.
@@ -496,7 +496,7 @@ def _distinct(configurations: Sequence[Configuration]) -> tuple[tuple[Configurat
 
 
 def _edges(store: UnitStore) -> list[Edge]:
-    """Return all edges between operators; those that renew buffers are none."""
+    """Return the edges from values to their readers; readers that renew buffers are left out."""
     graph, wiring = store.graph, store.wiring
     edges = []
     for value in range(wiring.value_count):

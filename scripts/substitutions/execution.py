@@ -102,7 +102,7 @@ def _relu(x: Array) -> Array:
 
 
 def _softmax(x: Array) -> Array:
-    """Return a function of each element and of all its row, in place of one that integers do not have."""
+    """Return, for each element, a number of it and of all its row: integers have no exponentials."""
     of_rows: Array = (x * x % PRIME).sum(-1, keepdims=True) % PRIME
     return _relu(x) * of_rows % PRIME
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
 
 
-@lru_cache(maxsize=1)
+@cache
 def _listed() -> dict[str, dict[str, Any]]:
     """Return the entries of native_functions.yaml by operator; an overload follows a dot."""
     file = files("torchgen") / "packaged/ATen/native/native_functions.yaml"
@@ -17,9 +17,9 @@ def _listed() -> dict[str, dict[str, Any]]:
     return {entry["func"].partition("(")[0].strip(): entry for entry in entries}
 
 
-@lru_cache(maxsize=1)
+@cache
 def _generated() -> frozenset[str]:
-    """Return the operators that torch makes of others, which have their kernels."""
+    """Return the variants of listed operators that torch generates, which run the listed ones' kernels."""
     return frozenset(
         name.strip() for entry in _listed().values() for name in entry.get("autogen", "").split(",")
     )

@@ -107,7 +107,7 @@ class Kernels(TorchDispatchMode):
 
 
 def _check_has_kernel(func: Any) -> None:
-    """Raise what torch raises where an operator has no kernel for CUDA."""
+    """Raise torch's error where an operator has no kernel for CUDA."""
     schema = func._schema
     name = ".".join(filter(None, (schema.name.partition("::")[2], schema.overload_name)))
     if func.namespace == "aten" and not has_cuda_kernel(name):
