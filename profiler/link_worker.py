@@ -61,8 +61,21 @@ RESTLESS_SHARE = 0.9
 # Ranks, ascending; of messages two.
 Members = tuple[int, ...]
 Algorithms = Mapping[Members, tuple[AllReduceAlgorithm, ...]]
-# The last step of every rank, in the process group, on its device: returns seconds, on rank 0 at least.
-Exercise = Callable[[PhysicalDevice], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTime:
+    """Seconds that an exchange of values takes inside a step: of the device, and of the host to issue it.
+
+    host_s: 0 where the device is a CPU, which does both.
+    """
+
+    device_s: float
+    host_s: float = 0.0
+
+
+# The last step of every rank, in the process group, on its device: returns a result on rank 0 at least.
+Exercise = Callable[[PhysicalDevice], ExchangeTime | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +116,14 @@ class ProbeReport:
     disturbed: of these, what other processes disturbed each time that it was timed, on some rank.
     overlaps: by computation and pattern, of each round of overlapping, the device's seconds for computation alone, the
         seconds of communication alone, and the device's seconds for both at once until both are done.
-    exercise_s: what the plan's exercise returned.
+    exchange: what the plan's exercise returned.
     besides_bytes: of a GPU's memory, what is no tensor's and was not free at last: contexts, buffers of NCCL.
     """
 
     times_s: dict[tuple[Pattern, Members, int], list[float]] = field(default_factory=dict)
     disturbed: set[tuple[Pattern, Members, int]] = field(default_factory=set)
     overlaps: dict[tuple[Computation, str], list[Seconds]] = field(default_factory=dict)
-    exercise_s: float | None = None
+    exchange: ExchangeTime | None = None
     besides_bytes: int | None = None
 
 
@@ -201,7 +214,7 @@ class ProbeRank:
             self.clock, self.plan.rank, self.plan.world_size, self.plan.overlap_rounds
         )
         if self.plan.exercise is not None:
-            self.report.exercise_s = self.plan.exercise(self.device)
+            self.report.exchange = self.plan.exercise(self.device)
         if self.clock.on_gpu:
             self.report.besides_bytes = self._besides_bytes()
         return self.report

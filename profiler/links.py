@@ -23,6 +23,7 @@ from profiler.link_worker import (
     MOST_AGAIN,
     OVERLAP_ROUNDS,
     Algorithms,
+    ExchangeTime,
     Exercise,
     Members,
     ProbeFailure,
@@ -153,14 +154,14 @@ class LinkProbe:
     the mean over all computations and patterns of communication that were laid beside each other. `contention_of`:
     each computation's, the mean over the patterns, the median over the ranks. `besides_bytes`: the most of a GPU's
     memory that was no tensor's; None of CPU devices.
-    `exercise_s`: the result of the exercise on rank 0, where one was given.
+    `exchange`: the result of the exercise on rank 0, where one was given.
     `disturbed`: of so many sizes of patterns the times stand for more than the links', since other processes worked
     on the devices' cores whenever they were taken.
     """
 
     links: tuple[LinkMeasurement, ...]
     contentions: tuple[float, ...]
-    exercise_s: float | None = None
+    exchange: ExchangeTime | None = None
     disturbed: int = 0
     contention_of: Mapping[Computation, float] = field(default_factory=dict)
     besides_bytes: int | None = None
@@ -183,14 +184,19 @@ class LinkProbe:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds of the exercise beyond a bare message between the first pair; 0 without an exercise.
+        """Seconds of the exercise's device beyond a bare message between the first pair; 0 without an exercise.
 
-        For an exercise that returns the seconds of an exchange between ranks 0 and 1.
+        For an exercise that returns the time of an exchange between ranks 0 and 1.
         """
-        if self.exercise_s is None:
+        if self.exchange is None:
             return 0.0
         first = next(link for link in self.links if link.pattern == "p2p")
-        return max(0.0, self.exercise_s - first.latency_s)
+        return max(0.0, self.exchange.device_s - first.latency_s)
+
+    @property
+    def issue_s(self) -> float:
+        """Seconds in which a rank's host issues an exchange; 0 where the device is a CPU, and without an exercise."""
+        return 0.0 if self.exchange is None else self.exchange.host_s
 
 
 def pairs_to_measure(devices: Sequence[PhysicalDevice]) -> tuple[tuple[int, int], ...]:
@@ -313,7 +319,7 @@ def summarize(reports: Sequence[ProbeReport]) -> LinkProbe:
     return LinkProbe(
         links,
         contentions,
-        reports[0].exercise_s,
+        reports[0].exchange,
         len(set().union(*(report.disturbed for report in reports))),
         contention_of,
         max(besides, default=None),

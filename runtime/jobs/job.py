@@ -44,6 +44,8 @@ class Job:
     run. collect: return gradients of the first step, and weights and buffers after the last one.
     recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
     communications: whether recorded steps have messages and collectives, too; these make waits a little longer.
+    asleep: a recorded step is issued while the rank's GPU sleeps: spans are what the device takes by itself, and the
+        time in which the host issued each stands beside it. On a CPU it changes nothing.
     peak: measure the peak memory of one more step, the last (`runtime.observe.measured_peak`).
     all_reduces: by ranks, the algorithms of all-reduces over them; of others the library's own.
     slice_order, gather_order, pulls: in which order slices of buckets are summed, and updated weights or slices
@@ -63,6 +65,7 @@ class Job:
     collect: bool = False
     recorded: int = 0
     communications: bool = False
+    asleep: bool = False
     peak: bool = False
     all_reduces: Mapping[tuple[int, ...], Choices] = field(default_factory=dict)
     slice_order: tuple[int, ...] = ()

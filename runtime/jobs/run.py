@@ -223,6 +223,7 @@ class JobRun:
                         self._device,
                         number,
                         communications=communications,
+                        asleep=self._job.asleep and self._device.type == "cuda",
                     )
                 )
         finally:

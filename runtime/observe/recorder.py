@@ -9,8 +9,10 @@ collectives are done (`runtime.observe.communication_clock`), which is for those
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from graph.collectives import CollectiveKind
 from graph.plan import Plan
 from graph.strategy import Sharding
 from profiler.process_groups import Message
-from profiler.timers import synchronize, timer_for
+from profiler.timers import MOST_SLEEP_CYCLES, synchronize, timer_for
 from runtime.communication import KIND_OF, LIBRARY_ONLY, World
 from runtime.execution.executor import Executor
 from runtime.instructions.base import Instruction, Slots, WrappedInstruction
@@ -86,12 +88,14 @@ def record_step(
     number: int,
     *,
     communications: CommunicationClock | None = None,
+    asleep: bool = False,
 ) -> RecordedStep:
     """Execute step `number` and return this rank's spans; all ranks must call it.
 
     communications: takes them down, too. Who gives it closes it.
+    asleep: issue the step while the device, a GPU, sleeps; spans have their hosts' times (`runtime.jobs.job.Job`).
     """
-    clock = _Clock(device)
+    clock = _Clock(device, with_hosts=asleep)
     names = _Names(plan, world.rank, executor.program)
     observed = tuple(
         _Observed(instruction, *names.labels(instruction), _outputs(instruction), clock)
@@ -99,6 +103,10 @@ def record_step(
     )
     listening = _ListeningWorld(world, clock, communications)
     world.barrier(device)
+    if asleep:
+        torch.cuda._sleep(MOST_SLEEP_CYCLES)
+        # Devices wake up one after the other, and meet.
+        world.sum(torch.zeros(1, device=device))
     clock.start(_PREPARE)
     with executor.running((*observed, _Tail(clock)), listening):
         executor.differentiate(number)
@@ -112,7 +120,8 @@ def record_step(
         clock.waits_for = _GATHERS
     with executor.running((), listening):
         executor.make_weights_whole()
-    synchronize(device)
+    if not asleep:  # else the last span would have the host's wait
+        synchronize(device)
     spans = tuple(clock.stop())
     return RecordedStep(spans, () if communications is None else communications.since(clock.origin))
 
@@ -120,20 +129,30 @@ def record_step(
 class _Clock:
     """Records marks with labels: of the span that begins at the mark."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._timer = timer_for(device)
+    def __init__(self, device: torch.device, *, with_hosts: bool) -> None:
+        self._timer, self._with_hosts = timer_for(device), with_hosts
         self._moments: list[tuple[Any, Label]] = []
+        # When the host came to each moment, and when it went on: a mark takes it time, too.
+        self._issued_ns: list[tuple[int, int]] = []
         self._hooked: set[Any] = set()
         self.waits_for = _END
 
     def start(self, label: Label) -> None:
         """Begin the step."""
-        self._moments = []
+        self._moments, self._issued_ns = [], []
         self.begin(label)
 
     def begin(self, label: Label) -> None:
         """Begin another span."""
-        self._moments.append((self._timer.mark(), label))
+        self._moments.append((self._mark(), label))
+
+    def _mark(self) -> Any:
+        if not self._with_hosts:
+            return self._timer.mark()
+        came_ns = time.perf_counter_ns()
+        mark = self._timer.mark()
+        self._issued_ns.append((came_ns, time.perf_counter_ns()))
+        return mark
 
     @property
     def now(self) -> Label:
@@ -168,19 +187,22 @@ class _Clock:
 
     def stop(self) -> list[Span]:
         """End the step; return its spans, neighbours of one label as one."""
-        end = self._timer.mark()
+        end = self._mark()
         self._hooked.clear()
         origin = self.origin
         moments = [round(self._timer.elapsed_s(origin, mark) * 1e9) for mark, _ in self._moments]
         moments.append(round(self._timer.elapsed_s(origin, end) * 1e9))
+        hosts_ns = [came_ns - went_on_ns for (_, went_on_ns), (came_ns, _) in pairwise(self._issued_ns)]
         spans: list[Span] = []
-        for (_, label), start_ns, end_ns in zip(self._moments, moments, moments[1:], strict=False):
-            if end_ns <= start_ns:
+        for (_, label), (start_ns, end_ns), host_ns in zip(
+            self._moments, pairwise(moments), hosts_ns or [0] * len(self._moments), strict=True
+        ):
+            if end_ns <= start_ns and not host_ns:
                 continue
             if spans and spans[-1].label == label and spans[-1].end_ns == start_ns:
-                spans[-1] = Span(label, spans[-1].start_ns, end_ns)
+                spans[-1] = Span(label, spans[-1].start_ns, end_ns, spans[-1].host_ns + host_ns)
             else:
-                spans.append(Span(label, start_ns, end_ns))
+                spans.append(Span(label, start_ns, end_ns, host_ns))
         return spans
 
 

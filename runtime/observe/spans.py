@@ -29,11 +29,15 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a rank's step, in nanoseconds from the rank's start of the step."""
+    """A stretch of a rank's step, in nanoseconds from the rank's start of the step.
+
+    host_ns: in which the host of a GPU issued it, of steps that are recorded asleep; else 0.
+    """
 
     label: Label
     start_ns: int
     end_ns: int
+    host_ns: int = 0
 
 
 MESSAGE = "message"

@@ -1,17 +1,19 @@
 """What hosts and ports are worth in predictions: models of one node of 8 H100, steps by data sheets, in bfloat16.
 
 No card was measured. That a host issues an operator's forward, or its backward, in `LAUNCH_S` is an assumption, of the
-order that eager PyTorch takes. Memory is not limited, so that all batches can be compared.
+order that eager PyTorch takes; so is that it issues a message, a collective or the update in as much. Memory is not
+limited, so that all batches can be compared.
 
-Of each network and batch: the step of data parallelism by its devices alone, with hosts, and with hosts but a link for
-each pair of GPUs in place of ports; and two strategies found, by a search that knows of hosts and one that does not,
-both simulated with them.
+Of each network and batch: the step of data parallelism by its devices alone, with hosts that issue operators, with
+hosts that issue communications and updates too, and with these but a link for each pair of GPUs in place of ports; and
+strategies found by three searches, one that knows of no hosts, one that knows what operators take them, and one that
+knows all, each simulated with all.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
     from graph.topology import DeviceKind, Topology
-    from search.cost.cost_table import OperatorCost
+    from search.cost.cost_table import OperatorCost, UpdateCost
     from search.simulate.simulator import Simulation
 
 TOPOLOGY, PRECISION = "hgx-h100", "bfloat16"
@@ -36,7 +38,11 @@ PROPOSALS = 2000
 
 
 class LaunchedDatasheet(Datasheet):
-    """Costs by data sheets, of devices whose hosts take `LAUNCH_S` for each operator and phase."""
+    """Costs by data sheets, of devices whose hosts take `LAUNCH_S` for each operator and phase; for updates as said."""
+
+    def __init__(self, kinds: Sequence[DeviceKind], update_launch_s: float) -> None:
+        super().__init__(kinds)
+        self._update_launch_s = update_launch_s
 
     def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
         """Return the estimate of each call."""
@@ -44,6 +50,18 @@ class LaunchedDatasheet(Datasheet):
             replace(cost, forward_launch_s=LAUNCH_S, backward_launch_s=LAUNCH_S if call.has_backward else 0.0)
             for call, cost in zip(calls, super().resolve(calls, kind_name), strict=True)
         ]
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        """Return the estimate of an update."""
+        return super().update_cost(optimizer, dtype, kind_name)._replace(launch_s=self._update_launch_s)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a simulation knows: costs of operators, and seconds in which a host issues a communication."""
+
+    source: Datasheet
+    issue_s: float = 0.0
 
 
 def run(*, quick: bool) -> BenchmarkResult:
@@ -99,28 +117,32 @@ def _imported(name: str, preset: str, batch_size: int) -> OperatorGraph:
 
 
 def _simulated(
-    graph: OperatorGraph, strategy: Strategy, topology: Topology, batch_size: int, source: Datasheet
+    graph: OperatorGraph, strategy: Strategy, topology: Topology, batch_size: int, costs: Costs
 ) -> Simulation:
     from graph.training import Training
     from search.cost.cost_table import CostTable
+    from search.cost.link_costs import LinkCosts
     from search.simulate.simulator import simulate
 
-    return simulate(graph, strategy, topology, CostTable(source), Training(batch_size, PRECISION))
+    training, links = Training(batch_size, PRECISION), LinkCosts(issue_s=costs.issue_s)
+    return simulate(graph, strategy, topology, CostTable(costs.source), training, links=links)
 
 
 def _found(
-    graph: OperatorGraph, topology: Topology, batch_size: int, source: Datasheet, proposals: int
+    graph: OperatorGraph, topology: Topology, batch_size: int, costs: Costs, proposals: int
 ) -> Strategy:
     from graph.training import Training
     from search.algorithms.chain import SearchOptions
     from search.algorithms.mcmc import search
     from search.algorithms.moves import shares_for
     from search.cost.cost_table import CostTable
+    from search.cost.link_costs import LinkCosts
     from search.problem import Problem
 
     options = SearchOptions(proposals=proposals, shares=shares_for(len(topology.devices)))
+    training, links = Training(batch_size, PRECISION), LinkCosts(issue_s=costs.issue_s)
     return search(
-        Problem(graph, topology, CostTable(source), Training(batch_size, PRECISION)), options, workers=2
+        Problem(graph, topology, CostTable(costs.source), training, links), options, workers=2
     ).strategy
 
 
@@ -129,32 +151,34 @@ def _row(
 ) -> tuple[dict[str, str], float]:
     from search.space.baselines import data_parallel
 
-    kinds: tuple[DeviceKind, ...] = topology.kinds
-    alone, with_hosts = Datasheet(kinds), LaunchedDatasheet(kinds)
-    start = data_parallel(graph, len(topology.devices))
-    devices_ms = _simulated(graph, start, topology, batch_size, alone).step_time_s * 1e3
-    with_host = _simulated(graph, start, topology, batch_size, with_hosts)
-    no_ports = _simulated(graph, start, without_ports(topology), batch_size, with_hosts)
-    blind = _found(graph, topology, batch_size, alone, proposals)
-    aware = _found(graph, topology, batch_size, with_hosts, proposals)
-    blind_step, aware_step = (
-        _simulated(graph, strategy, topology, batch_size, with_hosts) for strategy in (blind, aware)
+    kinds = topology.kinds
+    levels = (
+        Costs(Datasheet(kinds)),
+        Costs(LaunchedDatasheet(kinds, 0.0)),
+        Costs(LaunchedDatasheet(kinds, LAUNCH_S), LAUNCH_S),
     )
-    aware_no_ports = _simulated(graph, aware, without_ports(topology), batch_size, with_hosts)
-    gain = blind_step.step_time_s / aware_step.step_time_s
+    every = levels[-1]
+    start = data_parallel(graph, len(topology.devices))
+    alone, operators, whole = (_simulated(graph, start, topology, batch_size, costs) for costs in levels)
+    no_ports = _simulated(graph, start, without_ports(topology), batch_size, every)
+    found = [_found(graph, topology, batch_size, costs, proposals) for costs in levels]
+    steps_s = [_simulated(graph, one, topology, batch_size, every).step_time_s for one in found]
+    found_no_ports = _simulated(graph, found[-1], without_ports(topology), batch_size, every)
     row = {
-        "devices alone": f"{devices_ms:.2f}",
-        "with hosts": f"{with_host.step_time_s * 1e3:.2f}",
-        "host busy": f"{max(with_host.launch_s) / with_host.step_time_s:.0%}",
+        "devices alone": f"{alone.step_time_s * 1e3:.2f}",
+        "operators' hosts": f"{operators.step_time_s * 1e3:.2f}",
+        "all of hosts": f"{whole.step_time_s * 1e3:.2f}",
+        "host busy": f"{max(whole.launch_s) / whole.step_time_s:.0%}",
         "no ports": f"{no_ports.step_time_s * 1e3:.2f}",
-        "found blind": f"{blind_step.step_time_s * 1e3:.2f}",
-        "found": f"{aware_step.step_time_s * 1e3:.2f}",
-        "found, no ports": f"{aware_no_ports.step_time_s * 1e3:.2f}",
+        "found blind": f"{steps_s[0] * 1e3:.2f}",
+        "found by operators": f"{steps_s[1] * 1e3:.2f}",
+        "found": f"{steps_s[2] * 1e3:.2f}",
+        "found, no ports": f"{found_no_ports.step_time_s * 1e3:.2f}",
         "tasks a GPU": " / ".join(
-            f"{_tasks(strategy) / len(topology.devices):.0f}" for strategy in (start, blind, aware)
+            f"{_tasks(strategy) / len(topology.devices):.0f}" for strategy in (start, *found)
         ),
     }
-    return row, gain
+    return row, steps_s[0] / steps_s[2]
 
 
 def _tasks(strategy: Strategy) -> int:

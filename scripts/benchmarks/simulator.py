@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graph.training import Training
     from search.algorithms.chain import Chain
     from search.algorithms.moves import Moves
-    from search.cost.cost_table import OperatorCost, Origin
+    from search.cost.cost_table import OperatorCost, UpdateCost
     from search.orders import Order
     from search.problem import Problem
     from search.simulate.task_graph import TaskGraphBuilder
@@ -115,14 +115,14 @@ class Datasheet:
 
         return Estimator.fit(self._kinds[kind_name], ()).least_s(call, phase, work)
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
         """Return the estimate of an update."""
         from profiler.estimate import estimate
         from profiler.updates import update_call, update_s_per_element
-        from search.cost.cost_table import Origin
+        from search.cost.cost_table import Origin, UpdateCost
 
         estimated_s, _ = estimate(update_call(optimizer, dtype=dtype), self._kinds[kind_name])
-        return update_s_per_element(estimated_s), Origin.DATASHEET
+        return UpdateCost(update_s_per_element(estimated_s), Origin.DATASHEET)
 
 
 def run(*, quick: bool) -> BenchmarkResult:

@@ -18,7 +18,7 @@ from graph.strategy import Configuration, Strategy
 from search.algorithms.chain import Chain, SearchOptions, resumed_chain
 from search.algorithms.moves import Moves, Part
 from search.algorithms.proposal_log import ChainSnapshot, Proposal, ResumedChain, forget
-from search.cost.cost_table import CallCost
+from search.cost.cost_table import CallCost, UpdateCost
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.placements import Copied, Drawn, Permuted, Strided
 
@@ -74,7 +74,7 @@ class TurnReply:
 class CostQuestion:
     """The worker waits for what a method of the search's own cost table returns."""
 
-    method: Literal["costs", "update_s"]
+    method: Literal["costs", "update"]
     arguments: tuple[Any, ...]
 
 
@@ -141,16 +141,16 @@ class ChainWorker:
         costs: list[CallCost] = self._answer("costs", calls, kind_name)
         return costs
 
-    def update_s(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, int]:
-        """Return the cost of an update in the search's own table: seconds, and the code of their origin.
+    def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        """Return the cost of an update in the search's own table.
 
         Raises:
             SearchEnded: nobody answers any more.
         """
-        cost: tuple[float, int] = self._answer("update_s", optimizer, dtype, kind_name)
+        cost: UpdateCost = self._answer("update", optimizer, dtype, kind_name)
         return cost
 
-    def _answer(self, method: Literal["costs", "update_s"], *arguments: Any) -> Any:
+    def _answer(self, method: Literal["costs", "update"], *arguments: Any) -> Any:
         self._connection.send(CostQuestion(method, arguments))
         answer = self._connection.recv()
         if answer is None:

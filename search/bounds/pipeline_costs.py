@@ -258,7 +258,9 @@ class PipelineCosts:
                 before = segment
         problem, dtype = self.problem, self.graph.weight_dtype
         kinds = {problem.topology.devices[device].kind_name for device in devices}
-        update_s = max(problem.costs.update_s(problem.training.optimizer, dtype, kind)[0] for kind in kinds)
+        update_s = max(
+            problem.costs.update(problem.training.optimizer, dtype, kind).seconds for kind in kinds
+        )
         return _SegmentCosts(
             forward_ns_G=forward,
             backward_ns_G=backward,

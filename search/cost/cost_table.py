@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from graph.calls import LocalCall
 from graph.errors import CostError
@@ -51,6 +51,17 @@ class OperatorCost:
     backward_launch_s: float = 0.0
 
 
+class UpdateCost(NamedTuple):
+    """What an optimizer's update of weights takes: seconds for each element, and what that rests on.
+
+    `launch_s`: in which the host issues it, however many elements, where the device computes apart from the host.
+    """
+
+    seconds: float
+    origin: Origin
+    launch_s: float = 0.0
+
+
 class CostSource(Protocol):
     """Where costs come from: a database, a measurement, an estimate."""
 
@@ -58,8 +69,8 @@ class CostSource(Protocol):
         """Return the cost of each call on a device kind, in order; None where there is none."""
         ...
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds in which `optimizer` updates one of many weights of a dtype, and what that rests on."""
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        """Return what it takes `optimizer` to update weights of a dtype."""
         ...
 
 
@@ -97,8 +108,8 @@ class ResolvedCosts(Protocol):
         """Return the cost of each call on a device kind."""
         ...
 
-    def update_s(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, int]:
-        """Return the seconds in which `optimizer` updates one of many weights, and the code of the origin."""
+    def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        """Return what it takes `optimizer` to update weights of a dtype."""
         ...
 
 
@@ -124,7 +135,7 @@ class Met:
     """What a copy of a table has met since it was copied."""
 
     calls: dict[tuple[str, str], CallCost]
-    updates: dict[tuple[str, str, str], tuple[float, int]]
+    updates: dict[tuple[str, str, str], UpdateCost]
     given: Any
 
 
@@ -137,7 +148,7 @@ class CostTable:
         # How many were known when this process was copied: the first of the entries, which never change places.
         self._copied = 0, 0
         self._calls: dict[tuple[str, str], CallCost] = {}
-        self._updates: dict[tuple[str, str, str], tuple[float, int]] = {}
+        self._updates: dict[tuple[str, str, str], UpdateCost] = {}
 
     def with_source(self, source: CostSource) -> CostTable:
         """Return a table that knows what this one knows now, and asks another source for the rest."""
@@ -217,21 +228,30 @@ class CostTable:
             if call.gradients[slot]
         )
 
+    def backward_launch_ns(
+        self, cost: CallCost, call: LocalCall, summed: Sequence[int], kind_name: str
+    ) -> int:
+        """Return in which the host issues a call's backward, and the sums of its gradients (`backward_ns`)."""
+        return cost.backward_launch_ns + sum(
+            nanoseconds(self.update("sgd", call.inputs[slot].dtype, kind_name).launch_s)
+            for slot in summed
+            if call.gradients[slot]
+        )
+
     def update_ns(self, elements: int, optimizer: str, dtype: str, kind_name: str) -> tuple[int, int]:
         """Return the nanoseconds in which `optimizer` updates `elements` weights, and the code of the origin."""
-        seconds, origin = self.update_s(optimizer, dtype, kind_name)
-        return nanoseconds(elements * seconds), origin
+        cost = self.update(optimizer, dtype, kind_name)
+        return nanoseconds(elements * cost.seconds), ORIGIN_CODE[cost.origin]
 
-    def update_s(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, int]:
-        """Return the seconds in which `optimizer` updates one of many weights, and the code of the origin."""
+    def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        """Return what it takes `optimizer` to update weights of a dtype."""
         key = (optimizer, dtype, kind_name)
         cost = self._updates.get(key)
         if cost is None:
             if self._elsewhere is not None:
-                cost = self._elsewhere.update_s(optimizer, dtype, kind_name)
+                cost = self._elsewhere.update(optimizer, dtype, kind_name)
             else:
-                seconds, origin = self._source.update_cost(optimizer, dtype, kind_name)
-                cost = (seconds, ORIGIN_CODE[origin])
+                cost = self._source.update_cost(optimizer, dtype, kind_name)
             self._updates[key] = cost
         return cost
 

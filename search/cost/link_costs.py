@@ -122,6 +122,8 @@ class LinkCosts:
     algorithms: all-reduces measured between just these devices, ascending, by algorithms other than the library's.
     successive: one of several all-reduces between just these devices that follow each other, by algorithm.
     chosen: the algorithm of some groups' all-reduces, ascending; of others the cheapest counts.
+    issue_s: seconds in which the host of each device that takes part issues a message or collective; 0 where the device
+        itself does, on a CPU, and where it was not measured.
     """
 
     by_size: Mapping[tuple[CollectiveKind, int], Curve] = field(default_factory=dict)
@@ -131,6 +133,7 @@ class LinkCosts:
     algorithms: Mapping[tuple[int, ...], Mapping[AllReduceAlgorithm, Curve]] = field(default_factory=dict)
     successive: Mapping[tuple[int, ...], Mapping[AllReduceAlgorithm, Curve]] = field(default_factory=dict)
     chosen: Mapping[tuple[int, ...], AllReduceAlgorithm] = field(default_factory=dict)
+    issue_s: float = 0.0
 
     def choosing(self, strategy: Strategy) -> LinkCosts:
         """Return the costs where a strategy's choice of algorithms counts."""

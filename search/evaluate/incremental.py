@@ -129,7 +129,7 @@ class IncrementalEvaluation:
     def _evaluate(self, bound_ns: int) -> Outcome | None:
         builder, layout = self.layout.builder, self.layout
         store = builder.store
-        folds = self._mechanisms.folding and not store.task_costs.has_launches
+        folds = self._mechanisms.folding and not builder.has_hosts
         resource_sets = store.resource_sets.arrays()
         self._buckets = buckets_for(resource_sets, self._buckets)
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from search.kernels.cache import inner
 from search.kernels.collective_formulas import collective_ns
-from search.kernels.forward_tasks import await_gathers, emit_gathers, launch, put, put_communication
+from search.kernels.forward_tasks import await_gathers, emit_gathers, put, put_communication
 from search.kernels.fragments import (
     assemblies_of,
     collectives_of,
@@ -66,7 +66,7 @@ def emit_recompute(emission: Emission, first: int, last: int) -> None:
                 continue
             task = parts[part]
             put(tasks, n, RECOMPUTE, operator, part, task.device, task.forward_ns, task.origin)
-            launch(emission, n, task.device, task.forward_launch_ns)
+            tasks.launch_ns[n] = task.forward_launch_ns
             # Where the backward of the task looks for it.
             scratch.backward_task[flat] = n
             tasks.pred[e] = gathers.latest_D[task.device]
@@ -187,7 +187,7 @@ def emit_operator_backward(emission: Emission, operator: int, by_source: Gradien
             continue
         task = parts[part]
         put(tasks, n, BACKWARD, operator, part, task.device, task.backward_ns, task.origin)
-        launch(emission, n, task.device, task.backward_launch_ns)
+        tasks.launch_ns[n] = task.backward_launch_ns
         tasks.pred[e] = scratch.backward_task[flat] if recomputed else scratch.forward_base[operator] + part
         scratch.backward_task[flat] = n
         e = await_device(emission, operator, task.device, n, e + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.hosts import issued
 from search.kernels.program_order import new_resources, serve
 from search.kernels.records import Array, Events, Resources, ResourceSets, Tasks, Timeline
 
@@ -52,7 +53,9 @@ def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
 
 
 @inner_with_arrays
-def new_events(task_count: int, tasks: Tasks, sets: ResourceSets, resource_count: int) -> Events:
+def new_events(
+    task_count: int, tasks: Tasks, sets: ResourceSets, resource_count: int, device_count: int
+) -> Events:
     """Return the events before the first task: what waits for each, and what every resource has to do."""
     pred_ptr, pred_E = tasks.pred_ptr, tasks.pred
     waiting = np.empty(task_count, np.int64)
@@ -76,7 +79,7 @@ def new_events(task_count: int, tasks: Tasks, sets: ResourceSets, resource_count
             left_ns_R[sets.resource[index]] += tasks.run_ns[task]
     return Events(
         waiting,
-        tasks.launched_ns[:task_count].copy(),
+        issued(task_count, tasks, sets, device_count),
         np.full(task_count, -1, np.int64),
         ptr,
         successor,
@@ -100,7 +103,7 @@ def run_fifo_order(
 
     Source: FlexFlow, Algorithm 1.
     """
-    events = new_events(task_count, tasks, sets, resource_count)
+    events = new_events(task_count, tasks, sets, resource_count, len(contention_ppm_D))
     resources = new_resources(resource_count, contention_ppm_D)
     return serve_by_readiness(task_count, tasks, sets, resources, timeline, events, bound_ns)
 

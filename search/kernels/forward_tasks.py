@@ -35,7 +35,7 @@ from search.kernels.weight_gathers import next_gathers, takes_part
 def put(
     tasks: Tasks, n: int, kind: int, subject: int, part: int, resource_set: int, run_ns: int, origin: int
 ) -> None:
-    """Write task `n`, of no bytes, which no host has to issue."""
+    """Write task `n`, of no bytes, which no host has to issue so far."""
     tasks.kind[n] = kind
     tasks.subject[n] = subject
     tasks.part[n] = part
@@ -43,14 +43,7 @@ def put(
     tasks.run_ns[n] = run_ns
     tasks.origin[n] = origin
     tasks.size_bytes[n] = 0
-    tasks.launched_ns[n] = 0
-
-
-@hot
-def launch(emission: Emission, n: int, device: int, launch_ns: int) -> None:
-    """Let task `n` of a device wait until the device's host, which takes so long for it, has issued it."""
-    emission.scratch.host_ns_D[device] += launch_ns
-    emission.tasks.launched_ns[n] = emission.scratch.host_ns_D[device]
+    tasks.launch_ns[n] = 0
 
 
 @hot
@@ -76,6 +69,7 @@ def put_communication(
         emission.resource_sets.origin[resource_set],
     )
     emission.tasks.size_bytes[n] = size_bytes
+    emission.tasks.launch_ns[n] = emission.resource_sets.issue_ns[resource_set]
 
 
 @inner
@@ -206,7 +200,7 @@ def emit_operator_forward(emission: Emission, operator: int) -> None:
     for part in range(len(parts)):
         task = parts[part]
         put(tasks, n, FORWARD, operator, part, task.device, task.forward_ns, task.origin)
-        launch(emission, n, task.device, task.forward_launch_ns)
+        tasks.launch_ns[n] = task.forward_launch_ns
         gathers.latest_D[task.device] = n
         if gathers.counts[1]:
             e = await_gathers(emission, 0, operator, task.device, e)

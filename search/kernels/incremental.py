@@ -8,6 +8,7 @@ from search.kernels.cache import entry, inner, quick_entry, section
 from search.kernels.collective_formulas import collective_ns
 from search.kernels.fragments import operator_header, value_header
 from search.kernels.held import HeldTuple, hold
+from search.kernels.hosts import issue
 from search.kernels.incremental_backward import bucket_ns, simulate_backward
 from search.kernels.incremental_forward import simulate_collectives, simulate_forward, simulate_transfers
 from search.kernels.machine import carry, compute, find_even, settle, settle_held, settle_links
@@ -95,6 +96,7 @@ def simulate_program_order(
         left_ns_R,
         machines.contention_ppm_D,
         contended,
+        folds == 0,
         # Where devices wait for gathers or for sums of others before them, every task is served by itself.
         folds != 0 and not is_shared,
         bound_ns,
@@ -110,7 +112,7 @@ def simulate_program_order(
         simulate_forward(step, machine, work, times, 0, graph.loss_operators)
         and simulate_backward(step, machine, work, times)
         and simulate_forward(step, machine, work, times, graph.loss_operators, operators)
-        and simulate_end(step, machine, work, times, update_ns_D)
+        and simulate_end(step, machine, work, machines, times, update_ns_D)
     ):
         makespan_ns = machine.free_ns_R.max()
         return makespan_ns if makespan_ns <= bound_ns else -1
@@ -137,7 +139,9 @@ def add_synchronization(step: Step, load_ns_R: Array) -> bool:
 
 
 @inner
-def simulate_end(step: Step, machine: Machine, work: Workload, times: StepTimes, update_ns_D: Array) -> bool:
+def simulate_end(
+    step: Step, machine: Machine, work: Workload, machines: Machines, times: StepTimes, update_ns_D: Array
+) -> bool:
     """Serve what renews buffers, the updates, and the gathers of updated shares; return False beyond the bound."""
     graph, sets, buckets, derivation = step.graph, step.resource_sets, step.buckets, work.derivation
     settle(machine)
@@ -154,14 +158,15 @@ def simulate_end(step: Step, machine: Machine, work: Workload, times: StepTimes,
     for device in range(len(update_ns_D)):
         if derivation.elements_D[device] == 0:
             continue
-        if compute(machine, device, times.sync_end_D[device], update_ns_D[device], 0) < 0:
+        launch_ns = machines.update_launch_ns_D[device]
+        if compute(machine, device, times.sync_end_D[device], update_ns_D[device], launch_ns) < 0:
             return False
     for position in range(buckets.counts[0]):
         bucket = buckets.order[position]
         if buckets.sharing[bucket] != SHARED_UPDATE:
             continue
         resource_set = buckets.gather[bucket]
-        ready_ns = 0
+        ready_ns = issue(sets, machine, resource_set)
         for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
             device = sets.end[index]
             if derivation.elements_D[device]:

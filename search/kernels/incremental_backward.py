@@ -16,6 +16,7 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
+from search.kernels.hosts import issue
 from search.kernels.incremental_forward import gathered_ns, simulate_gathers
 from search.kernels.machine import (
     carry,
@@ -233,7 +234,8 @@ def simulate_gradient_collectives(
         if derivation.pool[derivation.collective_at[value] + number] != operator:
             continue
         collective, following = collectives[number], collectives[number + 1]
-        ready_ns = times.gradient_ns_V[value]
+        issued_ns = issue(step.resource_sets, machine, collective.back_resource_set)
+        ready_ns = max(times.gradient_ns_V[value], issued_ns)
         for member in range(collective.first_assembly, following.first_assembly):
             ready_ns = max(ready_ns, times.backward_ns[last_at + served[member]])
         end_ns = carry_collective(
@@ -279,7 +281,8 @@ def simulate_gradient_transfers(
             resource_set = route_set(step.links, assembly.device, device_T[task])
             back_ns = gradient_ns(arena, fragment, number, position, remote, step.links)
             remote += 1
-            end_ns = carry(step.resource_sets, machine, resource_set, ready_ns, back_ns)
+            issued_ns = issue(step.resource_sets, machine, resource_set)
+            end_ns = carry(step.resource_sets, machine, resource_set, max(ready_ns, issued_ns), back_ns)
             if end_ns < 0:
                 return False
             times.backward_ns[active_at + task] = max(times.backward_ns[active_at + task], end_ns)
@@ -353,7 +356,7 @@ def simulate_bucket(step: Step, machine: Machine, work: Workload, times: StepTim
     graph, sets, buckets, gathers = step.graph, step.resource_sets, step.buckets, step.gathers
     bucket = buckets.order[position]
     resource_set = buckets.resource_set[bucket]
-    ready_ns = 0
+    ready_ns = issue(sets, machine, resource_set)
     for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
         device = sets.end[index]
         times.member_D[device] = position

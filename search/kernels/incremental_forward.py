@@ -17,6 +17,7 @@ from search.kernels.fragments import (
     transfer_times_of,
     value_header,
 )
+from search.kernels.hosts import issue
 from search.kernels.machine import (
     carry,
     carry_collective,
@@ -154,7 +155,7 @@ def simulate_collectives(
     served, sources = served_assemblies_of(arena, fragment), served_sources_of(arena, fragment)
     for number in range(count):
         collective = collectives[number]
-        ready_ns = ended_ns
+        ready_ns = max(ended_ns, issue(step.resource_sets, machine, collective.resource_set))
         if active_at >= 0:
             for source in range(collective.first_source, collectives[number + 1].first_source):
                 ready_ns = max(ready_ns, forward_ns[active_at + sources[source]])
@@ -192,7 +193,8 @@ def simulate_transfers(
             if source == assembly.device:
                 continue
             resource_set = route_set(step.links, source, assembly.device)
-            ready_ns, run_ns = forward_ns[active_at + pieces[index]], transfer_times[transfer].run_ns
+            run_ns = transfer_times[transfer].run_ns
+            ready_ns = max(forward_ns[active_at + pieces[index]], issue(sets, machine, resource_set))
             transfer += 1
             end_ns = carry(sets, machine, resource_set, ready_ns, run_ns)
             if end_ns < 0:
@@ -209,7 +211,7 @@ def simulate_gathers(step: Step, machine: Machine, side: int, operator: int) -> 
     begin, end = next_gathers(gathers, side, operator)
     for gather in range(begin, end):
         resource_set = gathers.resource_set[gather]
-        ready_ns = 0
+        ready_ns = issue(sets, machine, resource_set)
         for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
             ready_ns = max(ready_ns, machine.free_ns_R[sets.end[index]])
         settle_links(sets, machine)

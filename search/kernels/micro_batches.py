@@ -11,7 +11,6 @@ from search.kernels.cache import inner, quick_entry
 from search.kernels.records import (
     BACKWARD_GATHER,
     FORWARD_GATHER,
-    ISSUED,
     SYNCHRONIZE,
     Array,
     LatestTasks,
@@ -49,21 +48,19 @@ def await_tasks(
     tasks: Tasks,
     sets: ResourceSets,
     copies: StepCopies,
-    launch_ns_T: Array,
     is_shared_B: Array,
     renewals_2E: Array,
     latest: LatestTasks,
     waits: StepWaits,
 ) -> int:
-    """Write the dependencies of a step's tasks, and when hosts have issued these; return the number of dependencies.
+    """Write the dependencies of a step's tasks; return their number.
 
     A task waits for what it waits for in one micro-batch, of its own micro-batch or of all of them. In other
     micro-batches than the last some backwards stand before sums that they would wait for.
 
-    tasks: of one micro-batch. launch_ns_T: by how much each lets its host be later. is_shared_B: whether gradients are
-    shared, of buckets that are summed in every micro-batch; empty where there are none. renewals_2E: tasks, ascending,
-    and renewals of buffers that each waits for. latest: as before the first task, written over. waits: has room for
-    all.
+    tasks: of one micro-batch. is_shared_B: whether gradients are shared, of buckets that are summed in every
+    micro-batch; empty where there are none. renewals_2E: tasks, ascending, and renewals of buffers that each waits for.
+    latest: as before the first task, written over. waits: has room for all.
     """
     count = renewal = awaited_sums = 0
     waits.pred_ptr[0] = 0
@@ -79,12 +76,8 @@ def await_tasks(
             count += 1
             renewal += 1
         kind, resource_set = tasks.kind[source], tasks.resource_set[source]
-        waits.launched_ns[task] = 0
         if resource_set < len(latest.computation_D):
             count = await_on_device(resource_set, task, latest, waits, count)
-            latest.launched_ns_D[resource_set] += launch_ns_T[source]
-            if kind in ISSUED:
-                waits.launched_ns[task] = latest.launched_ns_D[resource_set]
         elif kind in (FORWARD_GATHER, BACKWARD_GATHER):
             for end in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
                 computation = latest.computation_D[sets.end[end]]

@@ -77,7 +77,7 @@ def run_priority_order(
 
     Source: TicTac (SysML 2019) and P3 (SysML 2019) for one channel; for several links see `search.simulate.simulator`.
     """
-    events = new_events(task_count, tasks, sets, resource_count)
+    events = new_events(task_count, tasks, sets, resource_count, len(contention_ppm_D))
     resources = new_resources(resource_count, contention_ppm_D)
     queues = new_queues(task_count, tasks, sets, resource_count, len(contention_ppm_D), priority_T)
     return serve_by_priority(task_count, tasks, sets, resources, timeline, events, queues, bound_ns)

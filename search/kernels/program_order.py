@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.cache import entry, hot, inner, inner_with_arrays
+from search.kernels.hosts import issued
 from search.kernels.records import PARTS_PER_MILLION, Array, Resources, ResourceSets, Tasks, Timeline
 
 
@@ -80,17 +81,18 @@ def run_program_order(
 ) -> int:
     """Serve the tasks in program order; return the makespan in nanoseconds."""
     resources = new_resources(resource_count, contention_ppm_D)
-    return serve_in_program_order(task_count, tasks, sets, resources, timeline)
+    issued_ns_T = issued(task_count, tasks, sets, len(contention_ppm_D))
+    return serve_in_program_order(issued_ns_T, tasks, sets, resources, timeline)
 
 
 @inner
 def serve_in_program_order(
-    task_count: int, tasks: Tasks, sets: ResourceSets, resources: Resources, timeline: Timeline
+    issued_ns_T: Array, tasks: Tasks, sets: ResourceSets, resources: Resources, timeline: Timeline
 ) -> int:
-    """Serve the tasks in program order; return the makespan."""
+    """Serve the tasks that hosts have issued then in program order; return the makespan."""
     makespan_ns = 0
-    for task in range(task_count):
-        ready_ns = tasks.launched_ns[task]
+    for task in range(len(issued_ns_T)):
+        ready_ns = issued_ns_T[task]
         cause = -1
         for index in range(tasks.pred_ptr[task], tasks.pred_ptr[task + 1]):
             pred = tasks.pred[index]

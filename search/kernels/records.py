@@ -14,8 +14,6 @@ FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UP
 COLLECTIVE, GRADIENT_COLLECTIVE, BUFFER_COLLECTIVE = range(7, 10)
 FORWARD_GATHER, BACKWARD_GATHER, UPDATE_GATHER = range(10, 13)
 RECOMPUTE, WEIGHT = 13, 14
-# What hosts issue: computations but for updates.
-ISSUED = FORWARD, BACKWARD, RECOMPUTE, WEIGHT
 # Codes of `graph.schedule.Phase`, in its order.
 FORWARD_UNIT, BACKWARD_UNIT, WEIGHT_UNIT = range(3)
 # Codes of `graph.strategy.Sharding`, in its order.
@@ -98,6 +96,7 @@ class ResourceSets(NamedTuple):
     operation: Array  # the code of a device set's collective, else -1
     flows: Array
     curve: Array  # segments, 3: see `search.cost.link_costs.Curve`
+    issue_ns: Array  # in which the host of each of the ends issues a communication; of devices 0
 
 
 class Tasks(NamedTuple):
@@ -110,8 +109,8 @@ class Tasks(NamedTuple):
     subject: Array
     part: Array
     size_bytes: Array
-    launched_ns: (
-        Array  # when the host has issued the task at the earliest; it issues a device's in program order
+    launch_ns: (
+        Array  # in which the host of each device that takes part issues the task (`search.kernels.hosts`)
     )
     pred_ptr: Array
     pred: Array
@@ -188,18 +187,16 @@ class LatestTasks(NamedTuple):
     """The latest tasks of every device while the tasks of a step are gone through, by number; -1: none yet."""
 
     computation_D: Array
-    launched_ns_D: Array  # when its host has issued that; 0 at first
     sum_DB: Array  # the sum of gradients of each bucket, in column 0 of those that are shared
     awaited_D: Array  # the first of the sums that its next computation waits for, a place in `awaited_2P`
     awaited_2P: Array  # such sums, and the place of the next one, or -1
 
 
 class StepWaits(NamedTuple):
-    """The dependencies of a step's tasks as a CSR pair, and when hosts have issued the tasks, in ns."""
+    """The dependencies of a step's tasks as a CSR pair."""
 
     pred_ptr: Array
     pred: Array
-    launched_ns: Array
 
 
 class Scratch(NamedTuple):
@@ -214,8 +211,15 @@ class Scratch(NamedTuple):
     backward_task: Array  # beside the pool: of a task
     gradient_base: Array  # beside the pool: of an assembly
     gradient_collective: Array  # beside the pool: of a collective
-    host_ns_D: Array  # when the host of a device has issued all tasks written so far
     counts: Array  # 0 tasks, 1 dependencies
+
+
+class UpdateTimes(NamedTuple):
+    """What the update of each device's weights takes: the device, and its host to issue it; origins of the former."""
+
+    run_ns_D: Array
+    origin_D: Array
+    launch_ns_D: Array
 
 
 class GradientsBySource(NamedTuple):
@@ -385,6 +389,7 @@ class Machines(NamedTuple):
     contention_ppm_D: Array
     capacity_bytes_D: Array
     update_s_D: Array  # seconds in which an element is updated
+    update_launch_ns_D: Array  # in which the host issues an update
     bucket_bytes: int
     state_tensors: int  # of the optimizer, a weight
 
@@ -398,6 +403,7 @@ class Machine(NamedTuple):
     left_ns_R: Array  # what they still have to do
     contention_ppm_D: Array
     contended: bool  # whether any device is slowed by communication
+    has_hosts: bool  # whether hosts may take time to issue tasks
     folds: bool  # whether what all devices do alike is served together
     bound_ns: int
     # What is not yet in the arrays above, see the constants that name its words.

@@ -8,7 +8,7 @@ from search.kernels.backward_tasks import emit_backward
 from search.kernels.cache import entry, inner, inner_with_arrays, quick_entry
 from search.kernels.forward_tasks import emit_forward, emit_renewals
 from search.kernels.fragments import collectives_of, operator_header, value_header
-from search.kernels.records import Array, Emission, GradientsBySource
+from search.kernels.records import Emission, GradientsBySource, UpdateTimes
 from search.kernels.update_tasks import emit_update_gathers, emit_updates
 
 
@@ -111,12 +111,11 @@ def room_by_source(emission: Emission) -> GradientsBySource:
 
 
 @entry
-def emit_task_graph(emission: Emission, update_ns_D: Array, update_origin_D: Array) -> int:
+def emit_task_graph(emission: Emission, updates: UpdateTimes) -> int:
     """Write the task graph; return the number of its tasks. `most_tasks` fit into `emission.tasks`."""
     graph, gathers, scratch = emission.graph, emission.gathers, emission.scratch
-    devices = len(update_ns_D)
+    devices = len(updates.run_ns_D)
     scratch.counts[:] = 0
-    scratch.host_ns_D[:] = 0
     emission.tasks.pred_ptr[0] = 0
     gathers.latest_D[:] = -1
     gathers.blocked_D[:] = -1
@@ -126,6 +125,6 @@ def emit_task_graph(emission: Emission, update_ns_D: Array, update_origin_D: Arr
     emit_forward(emission, graph.loss_operators, len(graph.order))
     emit_renewals(emission)
     following_D = np.zeros(devices, np.int64)
-    emit_updates(emission, update_ns_D, update_origin_D, following_D)
+    emit_updates(emission, updates, following_D)
     emit_update_gathers(emission, following_D)
     return int(scratch.counts[0])

@@ -13,11 +13,12 @@ from search.kernels.records import (
     UPDATE_GATHER,
     Array,
     Emission,
+    UpdateTimes,
 )
 
 
 @inner
-def emit_updates(emission: Emission, update_ns_D: Array, update_origin_D: Array, following_D: Array) -> None:
+def emit_updates(emission: Emission, updates: UpdateTimes, following_D: Array) -> None:
     """Emit one update a device that updates weights.
 
     following_D: 0 everywhere; the number of what each waits for is counted there, and then where the next one goes.
@@ -34,12 +35,13 @@ def emit_updates(emission: Emission, update_ns_D: Array, update_origin_D: Array,
             ):
                 following_D[sets.end[end]] += 1
     last = n
-    for device in range(len(update_ns_D)):
+    for device in range(len(following_D)):
         waits = following_D[device]
         following_D[device] = -1
         if derivation.elements_D[device] == 0:
             continue
-        put(tasks, last, UPDATE, device, 0, device, update_ns_D[device], update_origin_D[device])
+        put(tasks, last, UPDATE, device, 0, device, updates.run_ns_D[device], updates.origin_D[device])
+        tasks.launch_ns[last] = updates.launch_ns_D[device]
         following_D[device] = e
         e += waits
         last += 1

@@ -60,23 +60,29 @@ class GradientAccumulation:
             self._elements[key] = elements
         return self._elements[key]
 
-    def backward_ns(
-        self, tasks: Tasks, configurations: Sequence[Configuration], seconds_D: IntArray
-    ) -> IntArray:
-        """Return by how long each task takes longer than in a step of one micro-batch.
+    def added(
+        self,
+        tasks: Tasks,
+        configurations: Sequence[Configuration],
+        seconds_D: IntArray,
+        launch_ns_D: IntArray,
+    ) -> tuple[IntArray, IntArray]:
+        """Return by how long each task takes longer than in a step of one micro-batch, and its host to issue it.
 
-        seconds_D: in which each device adds two elements.
+        seconds_D: in which each device adds two elements. launch_ns_D: in which its host issues a sum.
         """
-        added_ns = np.zeros(len(tasks.kind), np.int64)
+        added_ns, launch_ns = np.zeros((2, len(tasks.kind)), np.int64)
         reading = [index for index, slots in enumerate(self.slots) if slots]
         if not reading:
-            return added_ns
+            return added_ns, launch_ns
         parts = [self._of(index, configurations[index].degrees) for index in reading]
         first_O = np.full(len(configurations), -1, np.int64)
         first_O[reading] = np.cumsum([0, *map(len, parts[:-1])])
         backwards = np.flatnonzero((tasks.kind == BACKWARD) & (first_O[tasks.subject % len(first_O)] >= 0))
         elements = np.concatenate(parts)[first_O[tasks.subject[backwards]] + tasks.part[backwards]]
-        seconds = seconds_D[tasks.resource_set[backwards]][:, None]
+        devices = tasks.resource_set[backwards]
+        seconds = seconds_D[devices][:, None]
         # The same expression as `search.cost.cost_table.nanoseconds`.
         added_ns[backwards] = (elements * seconds * 1e9 + 0.5).astype(np.int64).sum(axis=1)
-        return added_ns
+        launch_ns[backwards] = np.count_nonzero(elements, axis=1) * launch_ns_D[devices]
+        return added_ns, launch_ns

@@ -13,7 +13,7 @@ from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
 from search.cost.collective_cost import CollectivePrice, Prices, finite_lines
-from search.cost.cost_table import ORIGIN_CODE, ORIGINS
+from search.cost.cost_table import ORIGIN_CODE, ORIGINS, nanoseconds
 from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, Curve, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.collective_formulas import LIBRARY_FORMULAS, collectives_ns
@@ -203,6 +203,7 @@ class ResourceSetStore:
         self._segments, self._curves = GrowingArray(np.int64, 2), CurveStore()
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._issue_ns, self._communication_ns = GrowingArray(np.int64), nanoseconds(links.issue_s)
         self._sets: dict[tuple[int, int, bytes], int] = {}
         self._arrays: ResourceSets | None = None
         self._resource_ptr.extend([0])
@@ -224,6 +225,7 @@ class ResourceSetStore:
         store._segments, store._origin = self._segments.first(count), self._origin.first(count)
         store._curves = CurveStore()
         store._operation, store._flows = self._operation.first(count), self._flows.first(count)
+        store._issue_ns = self._issue_ns.first(count)
         return store
 
     def _add_devices_and_routes(self, origin: int) -> None:
@@ -241,6 +243,7 @@ class ResourceSetStore:
         self._origin.extend(np.full(total, origin))
         self._operation.extend(np.full(total, -1))
         self._flows.extend(np.ones(total, np.int64))
+        self._issue_ns.extend(np.repeat([0, self._communication_ns], [count, pairs]))
 
     def numbers(self, sets: Sequence[tuple[int, int, Array]]) -> list[int]:
         """Return the numbers of the resource sets of collectives; those that are new are priced together.
@@ -270,6 +273,7 @@ class ResourceSetStore:
         self._origin.extend(prices.origin_K)
         self._operation.extend(codes)
         self._flows.extend([FLOWS[code] for code in codes])
+        self._issue_ns.extend([self._communication_ns] * len(codes))
 
     def device_set(
         self,
@@ -324,6 +328,7 @@ class ResourceSetStore:
                 self._operation.items,
                 self._flows.items,
                 self._curves.segments.items,
+                self._issue_ns.items,
             )
         return self._arrays
 

@@ -108,8 +108,12 @@ class TaskCosts:
         if row is None:
             outputs = Lasting(self._kept[index]) if lasting is None else lasting
             kept, again = kept_bytes(outputs, call)
-            backward_ns = self._costs.backward_ns(cost, call, self._graph.summed_slots[index], kind)
-            launches = cost.forward_launch_ns, cost.backward_launch_ns
+            summed = self._graph.summed_slots[index]
+            backward_ns = self._costs.backward_ns(cost, call, summed, kind)
+            launches = (
+                cost.forward_launch_ns,
+                self._costs.backward_launch_ns(cost, call, summed, kind),
+            )
             self.has_launches |= any(launches)
             row = self._rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again, *launches
         return row

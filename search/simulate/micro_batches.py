@@ -61,7 +61,6 @@ from search.kernels.records import (
     BUFFER_TRANSFER,
     FORWARD,
     FORWARD_GATHER,
-    ISSUED,
     RECOMPUTE,
     SYNCHRONIZE,
     UPDATE,
@@ -255,12 +254,10 @@ def unrolled(
 
     parts: of backwards that are divided, where the schedule has the gradients of weights apart.
     """
-    segment_T, launch_ns_T = _segments(tasks, pipeline), _launches(tasks, device_count)
+    segment_T = _segments(tasks, pipeline)
     if parts is not None:
         # Sums, too, stand a phase later.
-        tasks, segment_T, launch_ns_T = with_weight_parts(
-            tasks, segment_T, launch_ns_T, parts, _places(pipeline), pipeline.stages
-        )
+        tasks, segment_T = with_weight_parts(tasks, segment_T, parts, _places(pipeline), pipeline.stages)
     is_last_sum_T = _is_last_sum(tasks, sets, pipeline)
     is_of_all_T = is_last_sum_T | (segment_T == pipeline.updating)
     copies = _copies(segment_T, is_last_sum_T, pipeline)
@@ -269,7 +266,7 @@ def unrolled(
     renewals_2E = _awaited_renewals(
         tasks, sets, segment_T == pipeline.renewing, device_count, copies.number_MT
     )
-    waits = _waits(tasks, sets, copies, launch_ns_T, pipeline.is_shared_B, renewals_2E, device_count)
+    waits = _waits(tasks, sets, copies, pipeline.is_shared_B, renewals_2E, device_count)
     return StepTasks(
         Tasks(
             kind=tasks.kind.take(source_N),
@@ -279,7 +276,7 @@ def unrolled(
             subject=tasks.subject.take(source_N),
             part=tasks.part.take(source_N),
             size_bytes=tasks.size_bytes.take(source_N),
-            launched_ns=waits.launched_ns,
+            launch_ns=tasks.launch_ns.take(source_N),
             pred_ptr=waits.pred_ptr,
             pred=waits.pred,
         ),
@@ -400,7 +397,6 @@ def _waits(
     tasks: Tasks,
     sets: ResourceSets,
     copies: StepCopies,
-    launch_ns_T: Array,
     is_shared_B: Array | None,
     renewals_2E: Array,
     device_count: int,
@@ -414,13 +410,12 @@ def _waits(
     most = int(most_T.take(source_N).sum()) + renewals_2E.shape[1] + sums
     latest = LatestTasks(
         computation_D=np.full(device_count, -1, np.int64),
-        launched_ns_D=np.zeros(device_count, np.int64),
         sum_DB=np.full((device_count, 1 + len(is_shared_B)), -1, np.int64),
         awaited_D=np.full(device_count, -1, np.int64),
         awaited_2P=np.empty((2, sums), np.int64),
     )
-    waits = StepWaits(*(np.empty(length, np.int64) for length in (len(source_N) + 1, most, len(source_N))))
-    count = await_tasks(tasks, sets, copies, launch_ns_T, is_shared_B, renewals_2E, latest, waits)
+    waits = StepWaits(np.empty(len(source_N) + 1, np.int64), np.empty(most, np.int64))
+    count = await_tasks(tasks, sets, copies, is_shared_B, renewals_2E, latest, waits)
     return waits._replace(pred=waits.pred[:count])
 
 
@@ -443,17 +438,3 @@ def _awaited_renewals(
     forward = forward[forward >= 0]
     pairs_2E = np.stack([number_MT[1:, forward].reshape(-1), number_MT[:-1, renewal].reshape(-1)])
     return np.ascontiguousarray(pairs_2E[:, np.argsort(pairs_2E[0], kind="stable")])
-
-
-def _launches(tasks: Tasks, device_count: int) -> Array:
-    """Return by how much each task of one micro-batch lets its host be later; no host issues updates."""
-    launch_ns_T = np.zeros(len(tasks.kind), np.int64)
-    if not tasks.launched_ns.any():
-        return launch_ns_T
-    is_issued_T = np.isin(tasks.kind, ISSUED)
-    # Than it is with the one before it on its device.
-    once = _by_device(np.where(is_issued_T, tasks.resource_set, device_count), device_count)
-    launch_ns_T[once] = np.diff(tasks.launched_ns[once], prepend=0)
-    begins = once[np.diff(tasks.resource_set[once], prepend=-1) > 0]
-    launch_ns_T[begins] = tasks.launched_ns[begins]
-    return launch_ns_T

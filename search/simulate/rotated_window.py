@@ -20,8 +20,8 @@ _OF_BACKWARD = (
 )
 _RENEWALS = (TaskKind.BUFFER_TRANSFER, TaskKind.BUFFER_COLLECTIVE)
 
-# Kind, duration, resource set, origin, subject, part and bytes of a task, as in `TaskGraph`.
-Column = tuple[int, int, int, int, int, int, int]
+# Kind, duration, resource set, origin, subject, part, bytes and launch of a task, as in `TaskGraph`.
+Column = tuple[int, int, int, int, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -29,7 +29,6 @@ class _Tasks:
     """The columns of the tasks of a window that are made so far, and the tasks that each waits for."""
 
     columns: list[Column] = field(default_factory=list)
-    launched_ns: list[int] = field(default_factory=list)
     preds: list[list[int]] = field(default_factory=list)
 
 
@@ -52,7 +51,8 @@ class RotatedWindow(ABC):
         self.step: list[Column] = list(
             zip(
                 kinds.tolist(), tasks.run_ns_T.tolist(), tasks.resource_set_T.tolist(), tasks.origin_T.tolist(),
-                tasks.subject_T.tolist(), tasks.part_T.tolist(), tasks.size_bytes_T.tolist(), strict=True,
+                tasks.subject_T.tolist(), tasks.part_T.tolist(), tasks.size_bytes_T.tolist(),
+                tasks.launch_ns_T.tolist(), strict=True,
             )
         )  # fmt: skip
         self.bounds, self.preds = tasks.pred_ptr_T1.tolist(), tasks.pred_E.tolist()
@@ -60,8 +60,6 @@ class RotatedWindow(ABC):
         self.latest_D = [-1] * devices
         # What the next forward on each device waits for beside what its task in the step does.
         self.awaited_D: list[list[int]] = [[] for _ in range(devices)]
-        self.host_ns_D = [0] * devices
-        self.launch_ns_T = self._launches()
         gathers = np.flatnonzero(kinds == TaskKind.UPDATE_GATHER)
         # By shared bucket, its gather in the step.
         self.gathers = dict(zip(tasks.subject_T[gathers].tolist(), gathers.tolist(), strict=True))
@@ -72,15 +70,6 @@ class RotatedWindow(ABC):
         for device in self.plan.buckets[bucket].devices:
             waits += [*self.awaited_D[device], self.latest_D[device]]
         return [wait for wait in waits if wait >= 0]
-
-    def _launches(self) -> list[int]:
-        """Return how long the host of each task's device takes to issue it."""
-        launch_ns_T = np.zeros(self.tasks.task_count, np.int64)
-        launched = self.tasks.launched_ns_T
-        for device in range(len(self.latest_D)):
-            own = np.flatnonzero((self.tasks.resource_set_T == device) & (launched > 0))
-            launch_ns_T[own] = np.diff(launched[own], prepend=0)
-        return launch_ns_T.tolist()
 
     def _forward(self) -> None:
         """Move the forward of the next step; before an operator's first task `_before` adds what stands there."""
@@ -102,32 +91,28 @@ class RotatedWindow(ABC):
         return [number for number in map(self.number_T.__getitem__, of_step) if number >= 0]
 
     def _move(self, task: int) -> None:
-        number = self._add(self.step[task], self._waits(task), self.launch_ns_T[task])
+        number = self._add(self.step[task], self._waits(task))
         self.number_T[task] = number
         if self.step[task][0] in _RENEWALS:
             for device in self.tasks.ends(task):
                 self.awaited_D[device].append(number)
 
-    def _add(self, column: Column, waits: list[int], launch_ns: int = 0) -> int:
+    def _add(self, column: Column, waits: list[int]) -> int:
         """Add a task; a computation waits for the one before it on its device, as where one host issues them."""
         number, device = len(self.made.columns), column[2]
-        launched_ns = 0
         if device < len(self.latest_D):
             if self.latest_D[device] >= 0:
                 waits = [*waits, self.latest_D[device]]
             self.latest_D[device] = number
-            self.host_ns_D[device] += launch_ns
-            launched_ns = self.host_ns_D[device] if launch_ns else 0
             if column[0] == TaskKind.FORWARD and self.awaited_D[device]:
                 waits = [*waits, *self.awaited_D[device]]
                 self.awaited_D[device] = []
         self.made.columns.append(column)
-        self.made.launched_ns.append(launched_ns)
         self.made.preds.append(waits)
         return number
 
     def _graph(self) -> TaskGraph:
-        columns = np.array(self.made.columns, np.int64).reshape(-1, 7).T.copy()
+        columns = np.array(self.made.columns, np.int64).reshape(-1, 8).T.copy()
         return replace(
             self.tasks,
             kind_T=columns[0],
@@ -137,7 +122,7 @@ class RotatedWindow(ABC):
             subject_T=columns[4],
             part_T=columns[5],
             size_bytes_T=columns[6],
-            launched_ns_T=np.array(self.made.launched_ns, np.int64),
+            launch_ns_T=columns[7],
             pred_ptr_T1=np.cumsum([0, *map(len, self.made.preds)]).astype(np.int64),
             pred_E=np.array(list(chain.from_iterable(self.made.preds)), np.int64),
         )

@@ -102,10 +102,14 @@ class Simulation:
     @cached_property
     def launch_s(self) -> tuple[float, ...]:
         """Seconds in which the host of each device issues its tasks; a step takes no less."""
-        launched_ns = np.zeros(len(self.tasks.topology.devices), np.int64)
-        compute = self._is_compute
-        np.maximum.at(launched_ns, self.tasks.resource_set_T[compute], self.tasks.launched_ns_T[compute])
-        return tuple(float(item) / 1e9 for item in launched_ns)
+        tasks, devices = self.tasks, len(self.tasks.topology.devices)
+        of_device = tasks.resource_set_T < devices
+        launch_ns = np.bincount(
+            tasks.resource_set_T[of_device], tasks.launch_ns_T[of_device], minlength=devices
+        )
+        for task in np.flatnonzero(~of_device & (tasks.launch_ns_T > 0)).tolist():
+            launch_ns[list(tasks.ends(task))] += tasks.launch_ns_T[task]
+        return tuple(float(item) / 1e9 for item in launch_ns)
 
     @cached_property
     def bounds_ns(self) -> tuple[int, int]:

@@ -71,10 +71,10 @@ class SlicesWindow(RotatedWindow):
     def _sum(self, bucket: int, part: int, waits: list[int]) -> None:
         """Add the sum of a slice, which waits for what fills its bucket and for other tasks."""
         whole = self.sums[bucket]
-        kind, _, resource_set, origin, _, _, size_bytes = self.step[whole]
+        kind, _, resource_set, origin, _, _, size_bytes, launch_ns = self.step[whole]
         first, last = slice_bound(size_bytes, self.plan.slice_counts[bucket], part)
         run_ns = self._sum_ns(whole, last - first, self.plan.buckets[bucket].sharding)
-        column = (kind, run_ns, resource_set, origin, bucket, part, last - first)
+        column = (kind, run_ns, resource_set, origin, bucket, part, last - first, launch_ns)
         self.slices[bucket].append(self._add(column, [*self._waits(whole), *waits]))
 
     def _sum_ns(self, task: int, size_bytes: int, sharding: Sharding) -> int:
@@ -128,7 +128,7 @@ class SlicesWindow(RotatedWindow):
 
     def _pull(self, bucket: int, part: int) -> None:
         """Add the update of a slice, on each device that has a share of it, and its gather."""
-        kind, _, resource_set, origin, _, _, size_bytes = self.step[self.gathers[bucket]]
+        kind, _, resource_set, origin, _, _, size_bytes, launch_ns = self.step[self.gathers[bucket]]
         first, last = slice_bound(size_bytes, self.plan.slice_counts[bucket], part)
         waits = [self.slices[bucket][part]]
         if self.in_order:
@@ -137,7 +137,7 @@ class SlicesWindow(RotatedWindow):
             self._updates(elements_D, dict.fromkeys(self.plan.buckets[bucket].devices, waits))
         waits = [*waits, *self._here(bucket)]
         run_ns = self._alone_ns(resource_set, last - first)
-        column = (kind, run_ns, resource_set, origin, bucket, part, last - first)
+        column = (kind, run_ns, resource_set, origin, bucket, part, last - first, launch_ns)
         self.pulls[bucket].append(self._add(column, waits))
 
     def _shares_D(self, bucket: int) -> IntArray:  # noqa: N802 - the shape suffix
@@ -172,9 +172,10 @@ class SlicesWindow(RotatedWindow):
 
     def _updates(self, elements_D: IntArray, waits_D: Mapping[int, list[int]]) -> None:
         """Add an update of so many elements on each device that has any, and what it waits for."""
-        run_ns_D, origin_D = self.builder.updates(elements_D)
+        updates = self.builder.updates(elements_D)
         for device in np.flatnonzero(elements_D).tolist():
             column = (
-                int(TaskKind.UPDATE), int(run_ns_D[device]), device, int(origin_D[device]), device, 0, 0
+                int(TaskKind.UPDATE), int(updates.run_ns_D[device]), device, int(updates.origin_D[device]), device,
+                0, 0, int(updates.launch_ns_D[device]),
             )  # fmt: skip
             self._add(column, waits_D.get(device, []))

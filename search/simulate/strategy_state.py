@@ -268,7 +268,7 @@ class Layout:
         if tasks > len(self._tasks.kind) or dependencies > len(self._tasks.pred):
             self._tasks = _new_tasks(2 * tasks, 2 * dependencies)
             emission = emission._replace(tasks=self._tasks)
-        emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
+        emit_task_graph(emission, self.builder.updates(derivation.elements_D))
         return self._tasks, resource_sets
 
     def _stage_firsts(self) -> list[int]:
@@ -304,13 +304,16 @@ class Layout:
             pipeline = replace(pipeline, is_shared_B=self._is_shared_B())
         self._account(pipeline, tasks)
         builder = self.builder
-        added_ns = builder.accumulation.backward_ns(tasks, self.configurations, builder.sum_s_D)
+        added_ns, launch_ns = builder.accumulation.added(tasks, self.configurations, *builder.sum_costs)
         parts = None
         if self.micro_batches.splits_backward:
             parts = builder.weight_parts.costs(tasks, self.configurations, builder.kind_of)
-            parts = parts._replace(weight_ns_T=parts.weight_ns_T + added_ns)
-            added_ns = np.where(parts.is_divided_T, 0, added_ns)
-        tasks = tasks._replace(run_ns=tasks.run_ns + added_ns)
+            parts = parts._replace(
+                weight_ns_T=parts.weight_ns_T + added_ns,
+                weight_launch_ns_T=parts.weight_launch_ns_T + launch_ns,
+            )
+            added_ns, launch_ns = (np.where(parts.is_divided_T, 0, of_T) for of_T in (added_ns, launch_ns))
+        tasks = tasks._replace(run_ns=tasks.run_ns + added_ns, launch_ns=tasks.launch_ns + launch_ns)
         return MicroBatchTasks(tasks, resource_sets, pipeline, parts)
 
     def step(self, of_one: MicroBatchTasks | None = None) -> StepTasks:
@@ -458,7 +461,7 @@ def _new_tasks(tasks: int, dependencies: int) -> Tasks:
         subject=np.zeros(tasks, np.int64),
         part=np.zeros(tasks, np.int64),
         size_bytes=np.zeros(tasks, np.int64),
-        launched_ns=np.zeros(tasks, np.int64),
+        launch_ns=np.zeros(tasks, np.int64),
         pred_ptr=np.zeros(tasks + 1, np.int64),
         pred=np.zeros(dependencies, np.int64),
     )
@@ -543,6 +546,5 @@ def _new_scratch(layout: Layout, words: int) -> Scratch:
         backward_task=np.zeros(words, np.int64),
         gradient_base=np.zeros(words, np.int64),
         gradient_collective=np.zeros(words, np.int64),
-        host_ns_D=np.zeros(len(layout.builder.topology.devices), np.int64),
         counts=np.zeros(2, np.int64),
     )

@@ -48,13 +48,13 @@ from graph.synchronization import BUCKET_BYTES, BY_DEFAULT
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.cost.calls_to_profile import LocalCalls, rule_calls
-from search.cost.cost_table import CostTable
+from search.cost.cost_table import ORIGIN_CODE, CostTable, nanoseconds
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.simulate.accumulation import GradientAccumulation
 from search.simulate.weight_parts import WeightParts
 
 if TYPE_CHECKING:
-    from search.kernels.records import Machines, ResourceSets, Tasks
+    from search.kernels.records import Machines, ResourceSets, Tasks, UpdateTimes
     from search.simulate.strategy_state import Layout
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
@@ -87,7 +87,7 @@ COMPUTE_KINDS = (
 
 # The arrays of `TaskGraph` that are those of kernels, in their order.
 _COLUMNS = (
-    "kind_T", "run_ns_T", "resource_set_T", "origin_T", "subject_T", "part_T", "size_bytes_T", "launched_ns_T",
+    "kind_T", "run_ns_T", "resource_set_T", "origin_T", "subject_T", "part_T", "size_bytes_T", "launch_ns_T",
     "pred_ptr_T1", "pred_E",
 )  # fmt: skip
 
@@ -112,7 +112,7 @@ class TaskGraph:
         a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective, else 0: of an all-gather or reduce-scatter all its
         chunks, of an all-to-all what crosses devices, of others the region.
-    launched_ns_T: when the host has issued the task at the earliest, which issues those of a device in program order.
+    launch_ns_T: in which the host of each device that takes part issues the task, see `launched_ns_T`.
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
     contention_ppm_D: by how much communication slows compute, in parts per million.
     peak_memory_D: bytes, see `search.simulate.simulator.Simulation`.
@@ -129,7 +129,7 @@ class TaskGraph:
     subject_T: IntArray
     part_T: IntArray
     size_bytes_T: IntArray
-    launched_ns_T: IntArray
+    launch_ns_T: IntArray
     pred_ptr_T1: IntArray
     pred_E: IntArray
     contention_ppm_D: IntArray
@@ -141,6 +141,13 @@ class TaskGraph:
     def task_count(self) -> int:
         """Number of tasks."""
         return len(self.kind_T)
+
+    @cached_property
+    def launched_ns_T(self) -> IntArray:  # noqa: N802 - the shape suffix
+        """When hosts, which issue tasks in program order, have issued each at the earliest: the last of its hosts."""
+        from search.kernels.hosts import issued_tasks
+
+        return issued_tasks(self.flat, self.resource_sets, len(self.topology.devices))
 
     @property
     def resource_count(self) -> int:
@@ -160,7 +167,7 @@ class TaskGraph:
             self.subject_T,
             self.part_T,
             self.size_bytes_T,
-            self.launched_ns_T,
+            self.launch_ns_T,
             self.pred_ptr_T1,
             self.pred_E,
         )
@@ -305,24 +312,34 @@ class TaskGraphBuilder:
             local_calls=self.local_calls,
         )
 
-    def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
-        """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""
-        seconds_D, origin_D = self._update_costs
+    def updates(self, elements_D: IntArray) -> UpdateTimes:
+        """Return what updates of so many elements on each device take; 0 where there are none."""
+        from search.kernels.records import UpdateTimes
+
+        seconds_D, origin_D, launch_ns_D = self._update_costs
         # The same expression as `search.cost.cost_table.nanoseconds`.
         run_ns_D = (elements_D * seconds_D * 1e9 + 0.5).astype(np.int64)
-        return run_ns_D, np.where(elements_D > 0, origin_D, 0)
+        is_updated_D = elements_D > 0
+        return UpdateTimes(
+            run_ns_D, np.where(is_updated_D, origin_D, 0), np.where(is_updated_D, launch_ns_D, 0)
+        )
 
     @property
     def update_s_D(self) -> IntArray:  # noqa: N802 - the shape suffix
         """Seconds in which each device updates one element."""
         return self._update_costs[0]
 
+    @property
+    def has_hosts(self) -> bool:
+        """Whether hosts take time to issue tasks, as far as costs are known."""
+        updates = bool(self._update_costs[2].any())
+        return updates or self.links.issue_s > 0 or self.store.task_costs.has_launches
+
     @cached_property
-    def sum_s_D(self) -> IntArray:  # noqa: N802 - the shape suffix
-        """Seconds in which each device adds two elements of gradients."""
-        dtype = self.graph.weight_dtype
-        costs = [self.costs.update_s("sgd", dtype, device.kind_name) for device in self.topology.devices]
-        return np.array([seconds for seconds, _ in costs], np.float64)
+    def sum_costs(self) -> tuple[IntArray, IntArray]:
+        """Seconds in which each device adds two elements of gradients, nanoseconds in which its host issues the sum."""
+        seconds_D, _, launch_ns_D = self._costs_of_updates("sgd")
+        return seconds_D, launch_ns_D
 
     @cached_property
     def is_input_S(self) -> IntArray:  # noqa: N802 - the shape suffix
@@ -346,12 +363,20 @@ class TaskGraphBuilder:
         return self.topology.devices[device].kind_name
 
     @cached_property
-    def _update_costs(self) -> tuple[IntArray, IntArray]:
-        optimizer, dtype = self.training.optimizer, self.graph.weight_dtype
-        costs = [self.costs.update_s(optimizer, dtype, device.kind_name) for device in self.topology.devices]
+    def _update_costs(self) -> tuple[IntArray, IntArray, IntArray]:
+        return self._costs_of_updates(self.training.optimizer)
+
+    def _costs_of_updates(self, optimizer: str) -> tuple[IntArray, IntArray, IntArray]:
+        """Return by device the seconds of an element, origins, and the nanoseconds in which an update is issued."""
+        of_kind = {
+            name: self.costs.update(optimizer, self.graph.weight_dtype, name)
+            for name in dict.fromkeys(device.kind_name for device in self.topology.devices)
+        }
+        costs = [of_kind[device.kind_name] for device in self.topology.devices]
         return (
-            np.array([seconds for seconds, _ in costs], np.float64),
-            np.array([origin for _, origin in costs], np.int64),
+            np.array([cost.seconds for cost in costs], np.float64),
+            np.array([ORIGIN_CODE[cost.origin] for cost in costs], np.int64),
+            np.array([nanoseconds(cost.launch_s) for cost in costs], np.int64),
         )
 
     @cached_property
@@ -363,6 +388,7 @@ class TaskGraphBuilder:
             self.contention_ppm_D,
             self.capacity_bytes_D,
             self.update_s_D,
+            self._update_costs[2],
             self.bucket_bytes,
             self.state_tensors,
         )

@@ -110,8 +110,9 @@ class WeightParts:
         if not call.has_backward:
             return 0, 0, 0
         (cost,) = self._costs.costs([call], kind)
-        backward_ns = self._costs.backward_ns(cost, call, self._graph.summed_slots[index], kind)
-        return backward_ns, cost.backward_launch_ns, cost.origin
+        summed = self._graph.summed_slots[index]
+        backward_ns = self._costs.backward_ns(cost, call, summed, kind)
+        return backward_ns, self._costs.backward_launch_ns(cost, call, summed, kind), cost.origin
 
     def kept_SD(  # noqa: N802 - the shape suffix
         self,
@@ -167,9 +168,9 @@ class WeightParts:
 
 
 def with_weight_parts(
-    tasks: Tasks, segment_T: Array, launch_ns_T: Array, parts: PartCosts, place_G: Array, stages: int
-) -> tuple[Tasks, Array, Array]:
-    """Return tasks, their segments and launches with the weight parts of backwards as tasks of their own.
+    tasks: Tasks, segment_T: Array, parts: PartCosts, place_G: Array, stages: int
+) -> tuple[Tasks, Array]:
+    """Return tasks and their segments with the weight parts of backwards as tasks of their own.
 
     A weight part waits for its input part and, as that did, for sums of gradients. What waited for the gradients of
     weights waits for it.
@@ -177,7 +178,6 @@ def with_weight_parts(
     Args:
         tasks: of one micro-batch, in program order.
         segment_T: the segment of the program that each stands in.
-        launch_ns_T: by how much each lets its host be later.
         parts: of backwards.
         place_G: the place of each segment in the program.
         stages: weight parts and sums stand so many segments after the backwards of their stage, in the order of these.
@@ -214,9 +214,8 @@ def with_weight_parts(
         subject=tasks.subject[source][order],
         part=tasks.part[source][order],
         size_bytes=tasks.size_bytes[source][order],
-        launched_ns=tasks.launched_ns[source][order],
+        launch_ns=with_parts(tasks.launch_ns, parts.input_launch_ns_T, parts.weight_launch_ns_T),
         pred_ptr=pred_ptr,
         pred=pred_E[np.argsort(waiting_E, kind="stable")],
     )
-    launches = with_parts(launch_ns_T, parts.input_launch_ns_T, parts.weight_launch_ns_T)
-    return divided_tasks, segment[order], launches
+    return divided_tasks, segment[order]

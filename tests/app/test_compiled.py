@@ -14,7 +14,7 @@ from graph.calls import LocalCall
 from graph.compiled_calls import COMPILED
 from graph.strategy import Strategy
 from graph.training import Training
-from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.cost_table import CostTable, OperatorCost, Origin, UpdateCost
 from search.simulate.simulator import simulate_tasks
 from search.simulate.task_graph import TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel
@@ -44,8 +44,8 @@ class Costs:
             return OperatorCost(1e-9, 1e-9, Origin.ESTIMATED)
         return OperatorCost(self._compiled_s, 2 * self._compiled_s, Origin.MEASURED, 1e-4, 2e-4)
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:  # noqa: ARG002
-        return 0.0, Origin.MEASURED
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:  # noqa: ARG002
+        return UpdateCost(0.0, Origin.MEASURED)
 
 
 def compiled(strategy: Strategy, table: CostTable) -> Strategy:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from app.services.costs.exchange_overhead import BLOCKS, EXCHANGES, exchange_s, overhead_jobs
+from app.services.costs.exchange_overhead import BLOCKS, EXCHANGES, exchange_time, overhead_jobs
 from graph.plan import build_plan
 from profiler.devices import cpu_devices
+from profiler.link_worker import ExchangeTime
 from profiler.links import LinkOptions, probe_links
 from runtime.jobs.job import JobResult
 from runtime.observe.spans import WEIGHT_GRADIENTS, Label, Span
@@ -50,18 +51,35 @@ def test_copies_waits_and_what_autograd_takes_more_are_counted_and_nothing_else(
     )
     whole = result(((("forward", "conv", 500), ("runtime", "autograd", 600)),))
     expected_ns = (1000 + 2000 + 900 + 3000 + 1100) / 2 - 600
-    assert exchange_s(split, whole) == pytest.approx(expected_ns / 1e9 / EXCHANGES)
+    assert exchange_time(split, whole).device_s == pytest.approx(expected_ns / 1e9 / EXCHANGES)
+
+
+def test_of_what_hosts_issue_the_same_is_counted() -> None:
+    def issued(*spans: tuple[str, str, int]) -> JobResult:
+        alone = tuple(Span(Label(kind, subject, subject), 0, 0, host_ns) for kind, subject, host_ns in spans)
+        return JobResult((), (), (), None, (), recorded=((alone, alone),))
+
+    split = issued(
+        ("forward", "conv", 500), ("copy", "x", 70), ("wait", "x", 20), ("runtime", "autograd", 9),
+        ("copy", WEIGHT_GRADIENTS, 4000),
+    )  # fmt: skip
+    whole = issued(("forward", "conv", 500), ("runtime", "autograd", 6))
+    found = exchange_time(split, whole)
+    assert found.device_s == 0
+    assert found.host_s == pytest.approx((70 + 20 + 9 - 6) / 1e9 / EXCHANGES)
 
 
 def test_one_disturbed_step_does_not_count() -> None:
     calm, disturbed = ((("copy", "x", 1000),),), ((("copy", "x", 10**9),),)
     whole = result(((("forward", "conv", 500),),))
-    assert exchange_s(result(calm, disturbed, calm), whole) == pytest.approx(1000 / 1e9 / EXCHANGES)
+    found = exchange_time(result(calm, disturbed, calm), whole)
+    assert found.device_s == pytest.approx(1000 / 1e9 / EXCHANGES)
 
 
 def test_an_exchange_that_costs_nothing_is_not_negative() -> None:
     split = result(((("copy", "x", 10),),))
-    assert exchange_s(split, result(((("runtime", "autograd", 600),),))) == 0.0
+    found = exchange_time(split, result(((("runtime", "autograd", 600),),)))
+    assert found == ExchangeTime(0.0, 0.0)
 
 
 def test_the_network_exchanges_as_often_as_is_counted_on_two_devices_and_never_on_one() -> None:
@@ -82,5 +100,7 @@ def test_two_processes_measure_an_exchange() -> None:
     jobs = overhead_jobs(100.0)
     quick = replace(jobs, split=replace(jobs.split, recorded=2), whole=replace(jobs.whole, recorded=2))
     probe = probe_links(cpu_devices(2), QUICK, quick)
-    assert probe.exercise_s is not None
-    assert probe.exercise_s > 0
+    assert probe.exchange is not None
+    assert probe.exchange.device_s > 0
+    # On a CPU the device is the host.
+    assert probe.issue_s == 0

@@ -36,6 +36,7 @@ from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.topology import DeviceKind, local_topology
 from profiler.link_patterns import COLLECTIVE_PATTERNS, SUCCESSIVE, Pattern
+from profiler.link_worker import ExchangeTime
 from profiler.links import MIB, LinkProbe, measurement
 from profiler.pinning import usable_cores
 from search.cost.collective_cost import Prices
@@ -197,7 +198,9 @@ def test_a_probe_that_others_disturbed_is_warned_of(capsys: pytest.CaptureFixtur
     assert f"20% of a core each time that 2 of {3 * len(PATTERNS)} sizes were measured" in said
 
 
-def made_up_probe(groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...]) -> LinkProbe:
+def made_up_probe(
+    groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...], host_s: float = 0.0
+) -> LinkProbe:
     sizes = (1024, 4 * MIB, 16 * MIB)
     pairs = [group for group in groups if len(group) == 2]
     links = [
@@ -205,7 +208,7 @@ def made_up_probe(groups: Sequence[tuple[int, ...]], contentions: tuple[float, .
         for pattern in PATTERNS
         for group in (pairs if pattern == "p2p" else groups)
     ]
-    return LinkProbe(tuple(links), contentions, 0.5)
+    return LinkProbe(tuple(links), contentions, ExchangeTime(0.5, host_s))
 
 
 GROUPS = ((0, 1), (2, 3), (0, 2), (0, 1, 2, 3))
@@ -243,6 +246,22 @@ def test_each_group_has_its_own_line_and_the_slowest_stands_for_its_size() -> No
     assert links.costs.messages[1, 0].seconds(2**20) == pytest.approx(message_s[0])
     # The slowest pair stands for one that was not measured.
     assert links.costs.messages[1, 3].seconds(2**20) == pytest.approx(message_s[1])
+
+
+def test_what_hosts_issue_in_takes_time_where_the_devices_are_gpus() -> None:
+    of_gpus, of_cpus = (made_up_probe(GROUPS, (0.1,) * 4, host_s) for host_s in (6e-6, 0.0))
+    gpus, cpus = (fit_records(probe, range(4), ["k"] * 4) for probe in (of_gpus, of_cpus))
+    assert [(fit.group_size, fit.latency_s) for fit in gpus if fit.pattern == "issue"] == [(4, 6e-6)]
+    assert not [fit for fit in cpus if fit.pattern == "issue"]
+    for fits, issue_s in ((gpus, 6e-6), (cpus, 0.0)):
+        links = links_of(fits, [], range(4))
+        assert links is not None
+        assert links.costs.issue_s == issue_s
+    # Those of a smaller group are another probe's.
+    of_two = replace(next(fit for fit in gpus if fit.pattern == "issue"), group_size=2)
+    links = links_of([*cpus, of_two], [], range(4))
+    assert links is not None
+    assert links.costs.issue_s == 0
 
 
 def test_where_only_lines_are_known_they_count() -> None:
@@ -300,7 +319,7 @@ def test_what_is_stored_of_one_kind_is_read_for_that_kind_alone(database: Path) 
 
 
 def test_a_pack_carries_all_patterns_and_groups(database: Path, tmp_path: Path) -> None:
-    probe, indices = made_up_probe(GROUPS, (0.1, 0.2, 0.9, 0.5)), range(4)
+    probe, indices = made_up_probe(GROUPS, (0.1, 0.2, 0.9, 0.5), host_s=6e-6), range(4)
     fits = fit_records(probe, indices, ["a", "a", "b", "b"])
     file = tmp_path / "links.parquet"
     with Store.open(database) as store:

@@ -24,6 +24,7 @@ from app.services.run.cluster import RankDevice, check_ranks, measured_topology
 from graph.collectives import CollectiveKind
 from graph.errors import SoapstoneError, TopologyError, UsageError
 from graph.topology import DeviceKind, Topology, load_topology
+from profiler.link_worker import ExchangeTime
 from profiler.links import KIB, MIB, LinkProbe, measurement
 from search.cost.collective_cost import Prices
 from search.cost.cost_table import Origin
@@ -57,7 +58,7 @@ def probe_of(slower: float = 1.0) -> LinkProbe:
             *(measurement("all_reduce", group, times(BETWEEN)) for group in ((0, 2), (0, 1, 2, 3))),
         ),
         contentions=(0.5,) * 4,
-        exercise_s=EXCHANGE_S + slower * INSIDE[0],
+        exchange=ExchangeTime(EXCHANGE_S + slower * INSIDE[0]),
     )
 
 

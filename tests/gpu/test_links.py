@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from app.services.costs.exchange_overhead import overhead_jobs
 from profiler.contention import measure_overlaps
 from profiler.devices import PhysicalDevice, available_devices
 from profiler.link_patterns import Pattern
+from profiler.link_worker import Exercise
 from profiler.link_worker import probe as send_probe
 from profiler.links import (
     MESSAGES_AT_ONCE,
@@ -41,9 +43,9 @@ SIZES = (KIB, 256 * KIB, 16 * MIB)
 def probe(speeds: Callable[[Speeds], None]) -> Iterator[Callable[[Speeds, LinkOptions], LinkProbe]]:
     """A function that measures between two GPUs of given speeds."""
 
-    def probed(chosen: Speeds, options: LinkOptions) -> LinkProbe:
+    def probed(chosen: Speeds, options: LinkOptions, exercise: Exercise | None = None) -> LinkProbe:
         speeds(chosen)
-        return probe_links(available_devices("cuda")[:2], options)
+        return probe_links(available_devices("cuda")[:2], options, exercise)
 
     with virtual_gpus():
         forget_devices()
@@ -68,6 +70,19 @@ def test_messages_and_collectives_take_what_the_devices_do_and_not_what_the_host
         for size in (*SIZES, GIB) if pattern == "all_reduce" else SIZES:
             told_s = SPEEDS.message_s + size / SPEEDS.message_bytes_per_s + count * SPEEDS.kernel_s
             assert _median_s(measured, pattern, size) == pytest.approx(told_s, rel=0.02), (pattern, size)
+
+
+@pytest.mark.parametrize("host_s", [2e-6, 30e-6])
+def test_an_exchange_in_a_step_takes_the_device_what_it_does_and_the_host_what_it_issues(
+    probe: Callable[..., LinkProbe], host_s: float
+) -> None:
+    quick = LinkOptions(p2p_sizes=(KIB,), all_reduce_sizes=(KIB,), exchange_sizes=(KIB,), overlap_rounds=1)
+    measured = probe(replace(SPEEDS, host_s=host_s), quick, overhead_jobs(60.0))
+    # A message, and the sum of the moments that came and our own.
+    told_s = SPEEDS.message_s + SPEEDS.names["add"]
+    assert measured.exchange is not None
+    assert measured.exchange.device_s == pytest.approx(told_s, rel=0.02)
+    assert measured.issue_s == pytest.approx(2 * host_s, rel=0.02)
 
 
 @pytest.mark.parametrize("lost", [0.1, 0.5, 0.9])

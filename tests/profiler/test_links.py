@@ -32,6 +32,7 @@ from profiler.link_worker import (
     FEWEST,
     HUGE_BYTES,
     HUGE_FEWEST,
+    ExchangeTime,
     Members,
     ProbePlan,
     ProbeRank,
@@ -182,7 +183,7 @@ def test_two_probes_at_once_measure_every_size() -> None:
             assert all(0 < sample.minimum_s <= sample.median_s for sample in link.samples)
             assert link.bandwidth_bytes_per_s > 0
         assert probe.contention >= 0
-        assert (probe.exercise_s, probe.overhead_s) == (None, 0.0)
+        assert (probe.exchange, probe.overhead_s, probe.issue_s) == (None, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +207,7 @@ def test_three_devices_are_measured_together_and_two_of_them(of_three: LinkProbe
 
 def test_what_patterns_do_is_what_they_are_called(of_three: LinkProbe) -> None:
     """In three real ranks N bytes arrive where they must, and sums are sums."""
-    assert of_three.exercise_s == RIGHT
+    assert of_three.exchange == ExchangeTime(RIGHT)
 
 
 def test_each_rank_times_the_groups_that_it_is_in_and_without_time_the_fewest_repetitions() -> None:
@@ -269,8 +270,8 @@ def run_plans(
 RIGHT = 3.0
 
 
-def moved_by_patterns(device: PhysicalDevice) -> float | None:
-    """An exercise: every pattern on tensors of ones; returns RIGHT if all results on all ranks are."""
+def moved_by_patterns(device: PhysicalDevice) -> ExchangeTime | None:
+    """An exercise: every pattern on tensors of ones; it takes RIGHT if all results on all ranks are."""
     import torch
     import torch.distributed as dist
 
@@ -299,7 +300,7 @@ def moved_by_patterns(device: PhysicalDevice) -> float | None:
         right.append((pattern == "reduce" and rank > 0) or sorted(result.flatten().tolist()) == expected)
     agreed = torch.tensor([float(all(right))])
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return RIGHT * float(agreed)
+    return ExchangeTime(RIGHT * float(agreed))
 
 
 def test_probe_past_its_limit_is_given_up() -> None:

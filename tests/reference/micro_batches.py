@@ -69,18 +69,23 @@ class StepDeriver:
         """Return a task with the time to add its gradients of weights to those of other micro-batches."""
         if task.key[0] != "backward" or self.count == 1:
             return task
-        index, part = int(task.key[1]), int(task.key[2])
+        return replace(task, run_ns=task.run_ns + self.added_ns(int(task.key[1]), int(task.key[2]))[0])
+
+    def added_ns(self, index: int, part: int) -> tuple[int, int]:
+        """Nanoseconds in which a task adds its gradients of weights to those of others, and of the sums' launches."""
         graph, call = self.deriver.graph, self.deriver.calls[index][part]
-        kind = self.deriver.topology.devices[task.resources[0]].kind_name
-        added_ns = 0
+        device = self.deriver.strategy.configurations[index].devices[part]
+        kind = self.deriver.topology.devices[device].kind_name
+        added_ns = launch_ns = 0
         for slot, name in enumerate(graph.operators[index].inputs):
             readers = graph.readers[name]
             later = [other for other, _ in readers[readers.index((index, slot)) + 1 :]]
             is_last = not any(graph.has_backward(graph.operators[other]) for other in later)
             if graph.value_by_name[name].kind is ValueKind.WEIGHT and call.gradients[slot] and is_last:
-                seconds, _ = self.deriver.source.update_cost("sgd", call.inputs[slot].dtype, kind)
-                added_ns += nanoseconds(call.inputs[slot].elements * seconds)
-        return replace(task, run_ns=task.run_ns + added_ns)
+                cost = self.deriver.source.update_cost("sgd", call.inputs[slot].dtype, kind)
+                added_ns += nanoseconds(call.inputs[slot].elements * cost.seconds)
+                launch_ns += nanoseconds(cost.launch_s)
+        return added_ns, launch_ns
 
     def act(self, flows: Sequence[int], contention_ppm: list[int]) -> None:
         """Order the units of schedule actors by what stages take in a step of one micro-batch; `flows` of its tasks."""
@@ -125,14 +130,15 @@ class StepDeriver:
         kind = deriver.topology.devices[device].kind_name
         (cost,) = deriver.source.resolve([replace(call, gradients=tuple(flags))], kind)
         assert cost is not None
-        taken_ns = nanoseconds(cost.backward_s)
+        taken_ns, launch_ns = nanoseconds(cost.backward_s), nanoseconds(cost.backward_launch_s)
         for slot, flag in enumerate(flags):
             readers = deriver.graph.readers[deriver.graph.operators[index].inputs[slot]]
             later = [other for other, _ in readers[readers.index((index, slot)) + 1 :]]
             if flag and any(deriver.graph.has_backward(deriver.graph.operators[other]) for other in later):
-                seconds, _ = deriver.source.update_cost("sgd", call.inputs[slot].dtype, kind)
-                taken_ns += nanoseconds(call.inputs[slot].elements * seconds)
-        return taken_ns, nanoseconds(cost.backward_launch_s)
+                sums = deriver.source.update_cost("sgd", call.inputs[slot].dtype, kind)
+                taken_ns += nanoseconds(call.inputs[slot].elements * sums.seconds)
+                launch_ns += nanoseconds(sums.launch_s)
+        return taken_ns, launch_ns
 
     def in_parts(self, task: Task, before: Task) -> list[Task]:
         """Return a task as it is where backwards are divided; `before`: without the sums over micro-batches."""
@@ -287,13 +293,14 @@ class StepDeriver:
 
     def simulated_task(self, task: Task, before: tuple[int, ...], flow: int) -> reference.Task:
         """Return a task as the slow simulation takes it."""
-        kind, launch_ns = task.key[0], 0
-        if kind in COMPUTE and kind != "update":
+        kind = task.key[0]
+        launch_ns = 0 if kind == "weight" else self.deriver.launch_ns(task)
+        if kind in ("backward", "weight"):
             index, part = int(task.key[1]), int(task.key[2])
-            cost = self.deriver.cost(index, part)
-            launch_ns = nanoseconds(cost.backward_launch_s if kind == "backward" else cost.forward_launch_s)
-            if kind in ("backward", "weight") and self.is_divided(index):
+            if self.is_divided(index):
                 _, launch_ns = self.part_cost(index, part, of_weights=kind == "weight")
+            if self.count > 1 and self.is_divided(index) is (kind == "weight"):
+                launch_ns += self.added_ns(index, part)[1]
         return reference.Task(
             run_ns=task.run_ns,
             predecessors=before,

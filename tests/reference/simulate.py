@@ -10,7 +10,8 @@ class Task:
 
     device: the device of a compute task, else None; then `ends` are the devices whose compute it slows, each as an end
         of `flows` messages at once.
-    launch_ns: in which the device's host issues a compute task, one after the other in the order of the tasks.
+    launch_ns: in which the host of its device, or of each of its ends, issues it; a host issues one task after the
+        other, in the order of the list.
     """
 
     run_ns: int
@@ -24,11 +25,17 @@ class Task:
 
 def launched(tasks: list[Task]) -> list[int]:
     """Return when each task is issued at the earliest."""
+    of_hosts = [task.ends if task.device is None else (task.device,) for task in tasks]
     return [
-        sum(other.launch_ns for other in tasks[: index + 1] if other.device == task.device)
-        if task.device is not None
-        else 0
-        for index, task in enumerate(tasks)
+        max(
+            sum(
+                other.launch_ns
+                for other, hosts in zip(tasks[: index + 1], of_hosts, strict=False)
+                if host in hosts
+            )
+            for host in of_hosts[index]
+        )
+        for index in range(len(tasks))
     ]
 
 

@@ -103,9 +103,12 @@ class Deriver:
         assert cost is not None
         return cost
 
-    def sums_ns(self, index: int, task: int) -> int:
-        """What a task takes to add its gradients to those that later readers of the same tensors have given."""
-        operator, total = self.graph.operators[index], 0
+    def sums_ns(self, index: int, task: int) -> tuple[int, int]:
+        """What a task takes to add its gradients to those that later readers of the same tensors have given.
+
+        And its host to issue that.
+        """
+        operator, total, launch_ns = self.graph.operators[index], 0, 0
         device = self.strategy.configurations[index].devices[task]
         for slot, name in enumerate(operator.inputs):
             if not self.calls[index][task].gradients[slot]:
@@ -114,11 +117,10 @@ class Deriver:
             later = [other for other, _ in readers[readers.index((index, slot)) + 1 :]]
             if any(self.graph.has_backward(self.graph.operators[other]) for other in later):
                 spec = self.calls[index][task].inputs[slot]
-                seconds, _ = self.source.update_cost(
-                    "sgd", spec.dtype, self.topology.devices[device].kind_name
-                )
-                total += nanoseconds(spec.elements * seconds)
-        return total
+                cost = self.source.update_cost("sgd", spec.dtype, self.topology.devices[device].kind_name)
+                total += nanoseconds(spec.elements * cost.seconds)
+                launch_ns += nanoseconds(cost.launch_s)
+        return total, launch_ns
 
     def link_resources(self, source: int, destination: int) -> tuple[int, ...]:
         return tuple(len(self.topology.devices) + link for link in self.topology.routes[source, destination])
@@ -147,18 +149,30 @@ class Deriver:
         return self.tasks
 
     def launched_ns(self) -> list[int]:
-        """When the host of each task's device has issued it: all before it in program order come first."""
+        """When the hosts of each task's devices have issued it: all before it in program order come first."""
         host_ns = [0] * len(self.topology.devices)
         launched = []
         for task in self.tasks:
-            if task.key[0] not in ("forward", "recompute", "backward"):
-                launched.append(0)
-                continue
-            cost, (device,) = self.cost(int(task.key[1]), int(task.key[2])), task.resources
-            launch_s = cost.backward_launch_s if task.key[0] == "backward" else cost.forward_launch_s
-            host_ns[device] += nanoseconds(launch_s)
-            launched.append(host_ns[device])
+            hosts = task.ends or task.resources
+            for device in hosts:
+                host_ns[device] += self.launch_ns(task)
+            launched.append(max(host_ns[device] for device in hosts))
         return launched
+
+    def launch_ns(self, task: Task) -> int:
+        """In which each of a task's hosts issues it."""
+        kind = task.key[0]
+        if kind in ("forward", "recompute", "backward"):
+            index, part = int(task.key[1]), int(task.key[2])
+            cost = self.cost(index, part)
+            if kind != "backward":
+                return nanoseconds(cost.forward_launch_s)
+            return nanoseconds(cost.backward_launch_s) + self.sums_ns(index, part)[1]
+        if kind == "update":
+            name = self.topology.devices[task.resources[0]].kind_name
+            cost_of = self.source.update_cost(self.training.optimizer, self.graph.weight_dtype, name)
+            return nanoseconds(cost_of.launch_s)
+        return nanoseconds(self.links.issue_s)
 
     def gathers(self, side: str, of_operators: dict[int, tuple[Gather, ...]], index: int) -> None:
         """Begin what the next operator needs that reads weights kept in shares; before the first, its own too.
@@ -383,7 +397,7 @@ class Deriver:
                             waits.add(("gradient", name, position, number))
             waits |= self.gathered("backward", self.plan.backward_gathers, index, device)
             waits |= set(self.shared_sums(device)[-2:-1])
-            run_ns = nanoseconds(self.cost(index, task).backward_s) + self.sums_ns(index, task)
+            run_ns = nanoseconds(self.cost(index, task).backward_s) + self.sums_ns(index, task)[0]
             self.tasks.append(Task(("backward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
 
     def gradient_collective(self, name: str, position: int) -> Key | None:
@@ -456,7 +470,7 @@ class Deriver:
                 if device in bucket.devices:
                     waits.add(("synchronize", number))
             kind = self.topology.devices[device].kind_name
-            seconds, _ = self.source.update_cost(self.training.optimizer, self.graph.weight_dtype, kind)
+            seconds, *_ = self.source.update_cost(self.training.optimizer, self.graph.weight_dtype, kind)
             run_ns = nanoseconds(elements * seconds)
             self.tasks.append(Task(("update", device), run_ns, (device,), (), 0, frozenset(waits)))
 

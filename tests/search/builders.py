@@ -24,7 +24,7 @@ from graph.intervals import shape
 from graph.operators import ITEM_BYTES, Operator, OperatorGraph, Slot, TensorSpec, Value, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import DeviceKind, Topology, load_topology, local_topology
-from search.cost.cost_table import OperatorCost, Origin
+from search.cost.cost_table import OperatorCost, Origin, UpdateCost
 from search.cost.link_costs import Curve, LinkCosts
 from search.simulate.simulator import simulate_tasks
 from search.simulate.task_graph import TaskGraph
@@ -54,6 +54,8 @@ SOME_MEASURED = LinkCosts(
     {(CollectiveKind.ALL_REDUCE, (0, 1)): Curve.line(3e-5, 1e-9)},
     messages={(0, 1): Curve.through({64: 1e-5, 2_000: 2e-5, 30_000: 2e-4}), (1, 0): Curve.line(2e-5, 1e-9)},
 )
+# Of GPUs, whose hosts take time to issue a message or collective.
+ISSUED = replace(SOME_MEASURED, issue_s=7e-6)
 
 
 @dataclass
@@ -380,8 +382,8 @@ class MadeUpCosts:
         origin = (Origin.MEASURED, Origin.ESTIMATED, Origin.DATASHEET)[len(call.target) % 3]
         return OperatorCost(forward_s, 2 * forward_s if call.has_backward else 0.0, origin)
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
-        return 1e-9 * len(optimizer + kind_name) * ITEM_BYTES[dtype] / 4, Origin.ESTIMATED
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        return UpdateCost(1e-9 * len(optimizer + kind_name) * ITEM_BYTES[dtype] / 4, Origin.ESTIMATED)
 
 
 class CoarseCosts(MadeUpCosts):
@@ -403,6 +405,9 @@ class LaunchedCosts(MadeUpCosts):
         return replace(
             cost, forward_launch_s=launch_s, backward_launch_s=1.5 * launch_s if cost.backward_s else 0.0
         )
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        return super().update_cost(optimizer, dtype, kind_name)._replace(launch_s=len(optimizer) * 4e-6)
 
 
 def device_kind(name: str = "made-up", memory_bytes: int = 1 << 40) -> DeviceKind:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from graph.calls import LocalCall
 from graph.operators import OperatorGraph, ValueKind
-from search.cost.cost_table import OperatorCost, Origin
+from search.cost.cost_table import OperatorCost, Origin, UpdateCost
 from tests.search.builders import GraphBuilder
 
 UNIT_S, UNIT_NS = 1e-3, 1_000_000
@@ -23,8 +23,8 @@ class LayerCosts:
             costs.append(OperatorCost(forward * UNIT_S, backward * UNIT_S, Origin.MEASURED))
         return costs
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:  # noqa: ARG002
-        return 0.0, Origin.MEASURED
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:  # noqa: ARG002
+        return UpdateCost(0.0, Origin.MEASURED)
 
 
 def chain(widths: Sequence[int], samples: int = 2) -> OperatorGraph:

@@ -21,12 +21,13 @@ from search.evaluate.evaluator import Evaluation, FullEvaluation, evaluation
 from search.evaluate.incremental import IncrementalEvaluation, Mechanisms
 from search.orders import Order
 from search.outcome import NEVER_NS, Outcome
-from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
 from search.space.baselines import data_parallel
 from tests.graphs import small_graph
 from tests.reference import policies
 from tests.reference import simulate as reference
 from tests.search.builders import (
+    ISSUED,
     SOME_MEASURED,
     CoarseCosts,
     LaunchedCosts,
@@ -73,29 +74,14 @@ def builder_of(
         topology,
         CostTable(costs or MadeUpCosts()),
         TRAINING,
-        links=LINKS,
+        links=ISSUED if isinstance(costs, LaunchedCosts) else LINKS,
         bucket_bytes=BUCKET_BYTES,
         local_calls=local_calls,
     )
 
 
-def launches_ns(tasks: TaskGraph) -> list[int]:
-    """Return in which time the host issues each computation after the one before it on its device."""
-    latest_ns: dict[int, int] = {}
-    launches = []
-    for task in range(tasks.task_count):
-        if tasks.kind_T[task] in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE):
-            device = int(tasks.resource_set_T[task])
-            launches.append(int(tasks.launched_ns_T[task]) - latest_ns.get(device, 0))
-            latest_ns[device] = int(tasks.launched_ns_T[task])
-        else:
-            launches.append(0)
-    return launches
-
-
 def reference_ns(tasks: TaskGraph, order: Order) -> int:
     """Simulate a task graph with the slow reference."""
-    launch_ns = launches_ns(tasks)
     listed = [
         reference.Task(
             run_ns=int(tasks.run_ns_T[task]),
@@ -106,7 +92,7 @@ def reference_ns(tasks: TaskGraph, order: Order) -> int:
             device=int(tasks.resource_set_T[task]) if tasks.kind_T[task] in COMPUTE_KINDS else None,
             ends=() if tasks.kind_T[task] in COMPUTE_KINDS else tasks.ends(task),
             flows=int(tasks.resource_sets.flows[tasks.resource_set_T[task]]),
-            launch_ns=launch_ns[task],
+            launch_ns=int(tasks.launch_ns_T[task]),
         )
         for task in range(tasks.task_count)
     ]

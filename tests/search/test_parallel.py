@@ -23,7 +23,7 @@ from search.algorithms import chain_pool, chain_worker, mcmc, proposal_log
 from search.algorithms.chain import Chain, SearchOptions
 from search.algorithms.mcmc import SearchResult, search
 from search.algorithms.proposal_log import Observer
-from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.cost_table import CostTable, OperatorCost, UpdateCost
 from search.parallel import fork
 from search.problem import Problem
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, unrolled
@@ -328,7 +328,7 @@ def test_nobody_walks_while_a_cost_is_measured(started: Started) -> None:
         def _one_stands(self) -> bool:
             return any(psutil.Process(number).status() == "stopped" for number in started.numbers)
 
-        def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
             return super().update_cost(optimizer, dtype, kind_name)
 
     options = SearchOptions(proposals=200, chains=4, seed=1)

@@ -27,7 +27,7 @@ from search.algorithms.chain import SearchOptions
 from search.algorithms.exhaustive import exhaustive
 from search.algorithms.mcmc import search
 from search.cost.calls_to_profile import rule_calls
-from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.cost_table import CostTable, OperatorCost, Origin, UpdateCost
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
 from search.space.enumerated_space import contiguous_space
@@ -51,10 +51,10 @@ class DataSheet:
         assert kind_name == self.kind.name
         return [OperatorCost(*estimate(call, self.kind), Origin.DATASHEET) for call in calls]
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
         assert (optimizer, dtype, kind_name) == ("sgd", "float32", self.kind.name)
         # The weight and its gradient are read, the weight is written.
-        return 12 / self.kind.memory_bandwidth_bytes_per_s, Origin.DATASHEET
+        return UpdateCost(12 / self.kind.memory_bandwidth_bytes_per_s, Origin.DATASHEET)
 
 
 class LeNet(nn.Module):

@@ -14,7 +14,7 @@ from graph.collectives import CollectiveKind
 from graph.intervals import volume
 from graph.plan import build_plan
 from graph.training import Training
-from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.cost_table import CostTable, OperatorCost, Origin, UpdateCost
 from search.cost.link_costs import LinkCosts
 from search.kernels.records import ResourceSets
 from search.orders import Order
@@ -65,7 +65,7 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
         subject_T=zeros,
         part_T=zeros,
         size_bytes_T=zeros,
-        launched_ns_T=np.array(reference.launched(tasks), np.int64),
+        launch_ns_T=np.array([task.launch_ns for task in tasks], np.int64),
         pred_ptr_T1=pointers([task.predecessors for task in tasks]),
         pred_E=items([task.predecessors for task in tasks]),
         contention_ppm_D=np.array(contention_ppm, np.int64),
@@ -82,6 +82,7 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
             np.full(len(resources), -1, np.int64),
             np.array([1] * DEVICES + [task.flows for task in tasks], np.int64),
             np.zeros((0, 3)),
+            np.zeros(len(resources), np.int64),
         ),
     )
 
@@ -94,16 +95,17 @@ def task_lists(draw: st.DrawFn) -> list[reference.Task]:
     for place in range(draw(st.integers(1, 40))):
         earlier = st.integers(max(0, place - 8), place - 1) if place else st.nothing()
         predecessors = tuple(draw(st.sets(earlier, max_size=3))) if place else ()
-        run_ns = draw(st.integers(0, 9))
+        run_ns, launch_ns = draw(st.integers(0, 9)), draw(st.integers(0, 9)) if launches else 0
         if draw(st.booleans()):
             device = draw(st.integers(0, DEVICES - 1))
-            launch_ns = draw(st.integers(0, 9)) if launches else 0
             tasks.append(reference.Task(run_ns, predecessors, (device,), device, launch_ns=launch_ns))
         else:
             links = draw(st.sets(st.integers(DEVICES, DEVICES + LINKS - 1), min_size=1, max_size=3))
             ends = draw(st.sets(st.integers(0, DEVICES - 1), min_size=2, max_size=3))
             flows = draw(st.integers(1, 2))
-            tasks.append(reference.Task(run_ns, predecessors, tuple(links), None, tuple(ends), flows))
+            tasks.append(
+                reference.Task(run_ns, predecessors, tuple(links), None, tuple(ends), flows, launch_ns)
+            )
     return tasks
 
 
@@ -154,7 +156,10 @@ def test_priority_by_time_of_readiness_is_fifo(tasks: list[reference.Task]) -> N
     # order already when it is ready.
     tasks = [replace(task, run_ns=task.run_ns + 1) for task in tasks]
     times = reference.fifo_order(tasks, [0] * DEVICES)
-    numbers = [max((times[p][1] for p in task.predecessors), default=0) for task in tasks]
+    numbers = [
+        max([launched_ns, *(times[p][1] for p in task.predecessors)])
+        for task, launched_ns in zip(tasks, reference.launched(tasks), strict=True)
+    ]
     simulation = by_priority(tasks, [0] * DEVICES, numbers)
     assert list(zip(simulation.start_ns.tolist(), simulation.end_ns.tolist(), strict=True)) == times
 
@@ -223,9 +228,9 @@ class HalfSpeed(MadeUpCosts):
         cost = super()._cost(call, kind_name)
         return replace(cost, forward_s=2 * cost.forward_s, backward_s=2 * cost.backward_s)
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
-        seconds, origin = super().update_cost(optimizer, dtype, kind_name)
-        return 2 * seconds, origin
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        cost = super().update_cost(optimizer, dtype, kind_name)
+        return cost._replace(seconds=2 * cost.seconds)
 
 
 @pytest.mark.parametrize("order", ["program", "fifo", "priority"])

@@ -20,6 +20,7 @@ from search.simulate.task_graph import TaskGraph, TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from tests.reference import taskgraph as reference
 from tests.search.builders import (
+    ISSUED,
     SOME_MEASURED,
     LaunchedCosts,
     MadeUpCosts,
@@ -123,10 +124,10 @@ def test_task_graph_is_the_plan(make: Callable[[], OperatorGraph], topology: Top
     graph = make()
     for strategy in strategies_of(graph, len(topology.devices)):
         deriver = reference.Deriver(
-            graph, strategy, topology, LaunchedCosts(), TRAINING, local_calls, BUCKET_BYTES, LINKS
+            graph, strategy, topology, LaunchedCosts(), TRAINING, local_calls, BUCKET_BYTES, ISSUED
         )
         expected = deriver.derive()
-        tasks = built(graph, strategy, topology, LINKS)
+        tasks = built(graph, strategy, topology, ISSUED)
         check_equal(tasks, expected)
         assert tasks.launched_ns_T.tolist() == deriver.launched_ns()
         assert tasks.launched_ns_T.any()

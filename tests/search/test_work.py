@@ -20,7 +20,7 @@ from profiler.measure import phases
 from profiler.updates import update_call, update_s_per_element
 from search.algorithms.optcnn import Cheapest
 from search.bounds import lower_bound
-from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.cost_table import CostTable, OperatorCost, Origin, UpdateCost
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
 from search.simulate.simulator import simulate
@@ -57,10 +57,10 @@ class Estimated:
             for call in calls
         ]
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
         assert kind_name == self.estimator.kind.name
         estimate = self.estimator.estimate(update_call(optimizer, dtype=dtype), "update")
-        return update_s_per_element(estimate.time_s), Origin.ESTIMATED
+        return UpdateCost(update_s_per_element(estimate.time_s), Origin.ESTIMATED)
 
     def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         assert kind_name == self.estimator.kind.name

@@ -3,7 +3,7 @@
 A link's latency, measured with bare messages, lacks what the runtime does about them: cutting and putting together,
 starting, leaving autograd's backward and entering it again, and waiting for a rank that is late. So a network whose
 synchronized batch norms exchange their moments, forward and backward, is executed on two ranks and on one, with every
-instruction's time recorded.
+instruction's time recorded. On GPUs steps are issued while the device sleeps, and the host's time is recorded beside.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from profiler.link_worker import ExchangeTime
 from runtime.jobs.job import Job, JobResult, run_job
 from runtime.jobs.models import ModelReference
-from runtime.observe.spans import WEIGHT_GRADIENTS, RecordedSteps
+from runtime.observe.spans import WEIGHT_GRADIENTS, RecordedSteps, Span
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -41,11 +42,11 @@ class OverheadJobs:
     whole: Job
     timeout_s: float
 
-    def __call__(self, device: PhysicalDevice) -> float | None:
-        """Execute both in this rank's process group; return on rank 0 the seconds of an exchange."""
+    def __call__(self, device: PhysicalDevice) -> ExchangeTime | None:
+        """Execute both in this rank's process group; return on rank 0 the time of an exchange."""
         split = run_job(self.split, device.torch_name, self.timeout_s)
         whole = run_job(self.whole, device.torch_name, self.timeout_s)
-        return None if split is None or whole is None else exchange_s(split, whole)
+        return None if split is None or whole is None else exchange_time(split, whole)
 
 
 def network(batch_size: int = BATCH_SIZE) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -92,32 +93,35 @@ def overhead_jobs(timeout_s: float) -> OverheadJobs:
         iterations=0,
         warmup=WARM_UP_STEPS,
         recorded=RECORDED_STEPS,
+        asleep=True,
     ).without_caches()
     return OverheadJobs(split, replace(split, strategy=single_device(graph), node_of=(0,)), timeout_s)
 
 
-def exchange_s(split: JobResult, whole: JobResult) -> float:
-    """Return the seconds that one exchange takes a rank beyond its messages, from the recorded steps of both jobs.
+def exchange_time(split: JobResult, whole: JobResult) -> ExchangeTime:
+    """Return what one exchange takes a rank beyond its messages, from the recorded steps of both jobs.
 
     What a rank spends on copies, on waits and inside autograd, less what autograd takes where nothing is exchanged;
     the median over the steps of the mean over the ranks.
     """
-    more_s = statistics.median(_besides_operators_s(split.recorded))
-    return max(0.0, more_s - statistics.median(_besides_operators_s(whole.recorded))) / EXCHANGES
+    more, less = _besides_operators(split.recorded), _besides_operators(whole.recorded)
+    return ExchangeTime(
+        max(0.0, more.device_s - less.device_s) / EXCHANGES, max(0.0, more.host_s - less.host_s) / EXCHANGES
+    )
 
 
-def _besides_operators_s(recorded: RecordedSteps) -> list[float]:
-    """Return, for each step, the mean over the ranks of the time that exchanges and autograd take."""
-    return [
-        statistics.mean(
-            sum(
-                span.end_ns - span.start_ns
-                for span in spans
-                if (span.label.kind in ("copy", "wait") and span.label.subject != WEIGHT_GRADIENTS)
-                or (span.label.kind == "runtime" and span.label.subject == "autograd")
-            )
-            for spans in step
-        )
-        / 1e9
-        for step in recorded
-    ]
+def _besides_operators(recorded: RecordedSteps) -> ExchangeTime:
+    """Return the time that exchanges and autograd take: the median over the steps of the mean over the ranks."""
+    steps = [[[span for span in spans if _is_besides(span)] for spans in step] for step in recorded]
+    device_ns = (
+        statistics.mean(sum(span.end_ns - span.start_ns for span in of) for of in step) for step in steps
+    )
+    host_ns = (statistics.mean(sum(span.host_ns for span in of) for of in step) for step in steps)
+    return ExchangeTime(statistics.median(device_ns) / 1e9, statistics.median(host_ns) / 1e9)
+
+
+def _is_besides(span: Span) -> bool:
+    kind, subject = span.label.kind, span.label.subject
+    return (kind in ("copy", "wait") and subject != WEIGHT_GRADIENTS) or (
+        kind == "runtime" and subject == "autograd"
+    )

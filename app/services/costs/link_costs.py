@@ -3,7 +3,8 @@
 A row's pattern is "p2p" or a collective's name. Where several pairs or groups of one size were measured, the slowest
 stands for all of the size, and each has rows of its own under its name and its devices: "p2p 0,3", "all_reduce 4-7".
 So has the contention of each kind of device where there are several. "contention arithmetic" and "contention memory"
-are those of computation that is bound by either; predictions take their mean, "contention".
+are those of computation that is bound by either; predictions take their mean, "contention". Of GPUs, the latency of
+"exchange" is what an exchange takes the device beyond its message, that of "issue" what it takes the host to issue one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 P2P = "p2p"
 CONTENTION = "contention"
 EXCHANGE = "exchange"
+# In which the host of a GPU issues a message or collective: the latency of the row.
+ISSUE = "issue"
 # Of several measured pairs that a pair is like, the one counts where a message of so many bytes takes longest.
 COMPARED_BYTES = 2**20
 KIND_OF: Mapping[str, CollectiveKind] = {kind.value.replace("-", "_"): kind for kind in CollectiveKind}
@@ -126,10 +129,10 @@ def links_of(
         (fit.pattern, fit.group_size): fit
         for fit in fits
         if fit.group_size == count
-        or (fit.group_size < count and not fit.pattern.startswith((CONTENTION, EXCHANGE)))
+        or (fit.group_size < count and not fit.pattern.startswith((CONTENTION, EXCHANGE, ISSUE)))
     }
     point, contention = _line(chosen, P2P, 2), chosen.get((CONTENTION, count))
-    exchange = chosen.get((EXCHANGE, count))
+    exchange, issue = chosen.get((EXCHANGE, count)), chosen.get((ISSUE, count))
     if (
         point is None
         or _line(chosen, "all_reduce", count) is None
@@ -193,6 +196,7 @@ def links_of(
             _all_messages(messages, slowest, count, nodes),
             {tuple(range(count)): algorithms} if algorithms else {},
             {tuple(range(count)): successive} if successive else {},
+            issue_s=0.0 if issue is None or issue.latency_s is None else issue.latency_s,
         ),
         tuple(chosen.values()),
     )
@@ -353,6 +357,7 @@ def fit_records(
         *records,
         LinkFitRecord(CONTENTION, count, contention_factor=result.contention),
         LinkFitRecord(EXCHANGE, count, latency_s=result.overhead_s),
+        *([LinkFitRecord(ISSUE, count, latency_s=result.issue_s)] if result.issue_s else []),
     ]
 
 

@@ -15,7 +15,7 @@ from graph.calls import CostPhase, LocalCall, call_from_json
 from graph.canonical import digest
 from graph.errors import CostError
 from graph.topology import DeviceKind
-from search.cost.cost_table import OperatorCost, Origin
+from search.cost.cost_table import OperatorCost, Origin, UpdateCost
 
 if TYPE_CHECKING:
     from graph.rules.least import LeastWork, WorkPhase
@@ -194,8 +194,8 @@ class DatabaseCosts:
             return 0.0
         return self._fitted().least_s(call, phase, work)
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds in which an optimizer updates one of many weights of a dtype."""
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        """Return what it takes an optimizer to update weights of a dtype."""
         from profiler.updates import update_call, update_s_per_element
 
         call = update_call(optimizer, dtype=dtype)
@@ -203,8 +203,9 @@ class DatabaseCosts:
         time_s = self._measured.get((call.digest, "update"))
         if time_s is None:
             estimate = self._fitted().estimate(call, "update")
-            return update_s_per_element(estimate.time_s), Origin(estimate.origin)
-        return update_s_per_element(time_s), Origin.MEASURED
+            return UpdateCost(update_s_per_element(estimate.time_s), Origin(estimate.origin))
+        launch_s = self._launches.get((call.digest, "update"), 0.0)
+        return UpdateCost(update_s_per_element(time_s), Origin.MEASURED, launch_s)
 
     def _obtain(self, calls: Sequence[LocalCall], kind_name: str) -> None:
         """Measure missing costs, or refuse them, as `on_miss` says."""
@@ -333,8 +334,8 @@ class CostsByKind:
         """Return seconds that the calls into which a call may be cut take together at least on devices of one kind."""
         return self._sources[kind_name].least_s(call, phase, work, kind_name)
 
-    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds in which an optimizer updates one of many weights on a device of one kind."""
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+        """Return what it takes an optimizer to update weights on a device of one kind."""
         return self._sources[kind_name].update_cost(optimizer, dtype, kind_name)
 
     @property

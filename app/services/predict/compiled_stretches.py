@@ -120,29 +120,20 @@ def with_compiled_costs(tasks: TaskGraph, stretches: Sequence[DeviceStretch], ta
     from search.simulate.task_graph import TaskKind
 
     _resolve(stretches, table)
-    run_ns_T, origin_T, launched_ns_T = (
+    run_ns_T, origin_T, launch_ns_T = (
         tasks.run_ns_T.copy(),
         tasks.origin_T.copy(),
-        tasks.launched_ns_T.copy(),
+        tasks.launch_ns_T.copy(),
     )
     device_T = np.where(tasks.resource_set_T < len(tasks.topology.devices), tasks.resource_set_T, -1)
     for of in stretches:
         (compiled,) = table.costs([of.call], of.kind_name)
         if not _is_measured(compiled):
             continue
-        parts = [cost for cost, _ in _parts(tasks.graph, of, table)]
         operators = [index for index, _ in of.parts]
-        for kind, whole_ns, saved_ns in (
-            (
-                TaskKind.FORWARD,
-                compiled.forward_ns,
-                sum(cost.forward_launch_ns for cost in parts) - compiled.forward_launch_ns,
-            ),
-            (
-                TaskKind.BACKWARD,
-                compiled.backward_ns,
-                sum(cost.backward_launch_ns for cost in parts) - compiled.backward_launch_ns,
-            ),
+        for kind, whole_ns, launch_ns in (
+            (TaskKind.FORWARD, compiled.forward_ns, compiled.forward_launch_ns),
+            (TaskKind.BACKWARD, compiled.backward_ns, compiled.backward_launch_ns),
         ):
             own = np.flatnonzero(
                 (tasks.kind_T == kind) & (device_T == of.device) & np.isin(tasks.subject_T, operators)
@@ -155,10 +146,10 @@ def with_compiled_costs(tasks: TaskGraph, stretches: Sequence[DeviceStretch], ta
             scaled[-1] = whole_ns
             run_ns_T[own] = np.diff(scaled, prepend=0)
             origin_T[own] = ORIGIN_CODE[Origin.MEASURED]
-            # The host is done with them earlier, and with all that it issues to the device later.
-            later = own[0] + np.flatnonzero(device_T[own[0] :] == of.device)
-            launched_ns_T[later] = np.maximum(launched_ns_T[later] - saved_ns, 0)
-    return replace(tasks, run_ns_T=run_ns_T, origin_T=origin_T, launched_ns_T=launched_ns_T)
+            # The host issues them as one.
+            launch_ns_T[own] = 0
+            launch_ns_T[own[0]] = launch_ns
+    return replace(tasks, run_ns_T=run_ns_T, origin_T=origin_T, launch_ns_T=launch_ns_T)
 
 
 def _plan(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> Plan:
