@@ -27,6 +27,9 @@ MOST_SETS = 16
 # Random values are drawn for so many elements and repeated: drawing 10^8 takes longer than most operators.
 DRAWN_ELEMENTS = 2**16
 LEARNING_RATE = 1e-3
+# Of queries, keys, values and results with heads: [..., heads, rows, elements].
+ATTENTIONS = frozenset({"soapstone.attention", "aten.scaled_dot_product_attention.default"})
+HEADED_DIMS = 4
 
 
 @dataclass(slots=True)
@@ -64,7 +67,9 @@ class CallInputs:
     def __init__(self, call: LocalCall, device: PhysicalDevice, seed: int) -> None:
         self.call, self.device = call, device
         self._execute = _executor(call, device)
-        self._sets = [InputSet(_inputs(call, device, seed), [])]
+        inputs = _inputs(call, device, seed)
+        # Query, key and value; a mask has no heads of its own.
+        self._sets = [InputSet([*map(self._laid_out, inputs[:3]), *inputs[3:]], [])]
         self._next = 0
         self._seed = seed
         self._held: deque[list[torch.Tensor]] = deque(maxlen=0)
@@ -91,10 +96,18 @@ class CallInputs:
     def draw_gradients(self, done: ForwardPass) -> None:
         """Give the pass, and the sets from now on, random gradients of its outputs."""
         drawn = [
-            random_tensor(_spec(value), self.device, self._seed) for value in differentiated(done.outputs)
+            self._laid_out(random_tensor(_spec(value), self.device, self._seed))
+            for value in differentiated(done.outputs)
         ]
         done.gradients = drawn
         self._sets = [InputSet(entry.inputs, drawn) for entry in self._sets]
+
+    def _laid_out(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as it lies in memory in a step: heads of an attention are split off rows, not before them."""
+        if self.call.target not in ATTENTIONS or value.dim() < HEADED_DIMS:
+            return value
+        rows_first = value.detach().transpose(-3, -2).contiguous().transpose(-3, -2)
+        return rows_first.requires_grad_(value.requires_grad)
 
     def rotate(self, made_bytes: Sequence[int] = ()) -> None:
         """Copy the input set until the copies exceed the device's largest cache.

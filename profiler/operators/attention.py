@@ -54,7 +54,8 @@ def attention(  # noqa: PLR0913 - ATen's arguments, and what a part of it needs
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
-        scores = scores.masked_fill(~_causal(rows, start, seen, query.device), float("-inf"))
+        unseen = torch.ones(rows, seen, dtype=torch.bool, device=query.device).triu(start + 1)
+        scores = scores.masked_fill(unseen, float("-inf"))
     elif attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, float("-inf"))

@@ -1,8 +1,9 @@
 """A counter-based RNG: random bits are a function of (seed, step, operator, global position), the same in any split.
 
-A position is (row, column): row numbers the elements of all dims but the last. A 64-bit key of the row enters two
-rounds of a 32-bit integer hash of the column, in wrapping int32 arithmetic, which vectorizes on every device. Shifts
-are of two words at once: torch shifts int64 faster than int32, and what comes from the other word is masked away.
+A position is (row, column): row numbers the elements of all dims but the last. Of a row there are 64 mixed bits, once
+and for all; added to those of seed, step and operator they enter two rounds of a 32-bit integer hash of the column, in
+wrapping int32 arithmetic, which vectorizes on every device. Shifts are of two words at once: torch shifts int64 faster
+than int32, and what comes from the other word is masked away.
 The hash's constants are those of Chris Wellons' "lowbias32"; those of the keys are of splitmix64 (Steele et al. 2014).
 """
 
@@ -32,6 +33,7 @@ def _signed(value: int, bits: int) -> int:
 _MULTIPLIER_1 = _signed(0x7FEB352D, 32)
 _MULTIPLIER_2 = _signed(0x846CA68B, 32)
 _COLUMN_MULTIPLIER = _signed(0x9E3779B9, 32)
+_ROW_INCREMENT = _signed(0x9E3779B97F4A7C15, 64)
 _ROW_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9, 64)
 _ROW_MULTIPLIER_2 = _signed(0x94D049BB133111EB, 64)
 
@@ -51,7 +53,7 @@ def _mix_key(*parts: int) -> int:
 def _positions(
     region: Region, shape: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the int64 row numbers and the hashed int32 columns, shifted, of a region of a tensor of `shape`."""
+    """Return the mixed int64 row numbers and the hashed int32 columns, shifted, of a region of a tensor of `shape`."""
 
     def indexes(intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
         ranges = [torch.arange(start, stop, device=device) for start, stop in intervals]
@@ -61,7 +63,15 @@ def _positions(
     for intervals, size in zip(region[:-1], shape[:-1], strict=True):
         rows = (rows[:, None] * size + indexes(intervals)[None, :]).reshape(-1)
     columns = indexes(region[-1]) if region else torch.zeros(1, dtype=torch.int64, device=device)
-    return rows, _xor_shift_(columns.to(torch.int32) * _COLUMN_MULTIPLIER, 16)
+    return _mixed(rows), _xor_shift_(columns.to(torch.int32) * _COLUMN_MULTIPLIER, 16)
+
+
+def _mixed(rows: torch.Tensor) -> torch.Tensor:
+    """Return 64 bits of each row number (splitmix64)."""
+    mixed = rows.mul_(_ROW_INCREMENT)
+    _xor_shift_(mixed, 30).mul_(_ROW_MULTIPLIER_1)
+    _xor_shift_(mixed, 27).mul_(_ROW_MULTIPLIER_2)
+    return _xor_shift_(mixed, 31)
 
 
 def forget_positions() -> None:
@@ -79,13 +89,10 @@ def _xor_shift_(values: torch.Tensor, bits: int) -> torch.Tensor:
     return values.bitwise_xor_(_shift_right(values, bits))
 
 
-def _row_keys(rows: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two int32 keys a row, the first shifted."""
-    mixed = rows * _ROW_MULTIPLIER_1 + _signed(key, 64)
-    _xor_shift_(mixed, 30).mul_(_ROW_MULTIPLIER_1)
-    _xor_shift_(mixed, 27).mul_(_ROW_MULTIPLIER_2)
-    _xor_shift_(mixed, 31)
-    return _xor_shift_(mixed.to(torch.int32), 16), _shift_right(mixed, 32).to(torch.int32)
+def _keys(rows: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two int32 keys a row: the halves of its mixed number and a key of 64 bits, added up."""
+    first, second = (rows + _signed(key, 64)).view(torch.int32).view(-1, 2).unbind(1)
+    return first, second
 
 
 def keep_mask(
@@ -209,7 +216,7 @@ def _each_chunk(
     The words lack the hash's last shift, which `_finished` does.
     """
     rows, columns = _positions(region, shape, result.device)
-    halves = [_row_keys(rows, _mix_key(*key)) for key in keys]
+    halves = [_keys(rows, _mix_key(*key)) for key in keys]
     matrix = result.view(rows.numel(), columns.numel())
     step = max(1, _CHUNK_ELEMENTS.get(result.device.type, 1 << 22) // max(columns.numel(), 1))
     elements = min(step, rows.numel()) * columns.numel()
@@ -310,6 +317,10 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
+        if values.device.type == "cuda":
+            # The same in one kernel; on a CPU that one makes the mask of the values' dtype first.
+            scaled: torch.Tensor = torch.ops.aten.native_dropout_backward.default(values, mask, scale)
+            return scaled
         return (values * mask).mul_(scale)
 
     @staticmethod

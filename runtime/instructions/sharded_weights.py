@@ -189,13 +189,46 @@ def _finish_reduce_scatter(number: int, state: StepState) -> None:
         free(flat)
 
 
+class DenseCopies:
+    """Copies between tensors of one dtype that are contiguous: by one kernel, where a GPU's host issues a few.
+
+    Others are copied at once.
+    """
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy one tensor to another of its shape, at the latest in `run`."""
+        if target.is_contiguous() and source.is_contiguous():
+            self._targets.append(target)
+            self._sources.append(source)
+        else:
+            target.copy_(source)
+
+    def add_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy [rows, ...] to [rows, ...], at the latest in `run`."""
+        if target[0].is_contiguous() and source[0].is_contiguous():
+            self._targets += target.unbind()
+            self._sources += source.unbind()
+        else:
+            target.copy_(source)
+
+    def run(self) -> None:
+        """Do all copies that were not done at once."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        self._targets, self._sources = [], []
+
+
 def pack_gradients(group: ShardGroup, state: StepState) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of a group that this rank has, zeros for the others, slice by slice, and its own sums' room.
 
     The gradients of the rank's parts are views of that room from now on. Where gradients are summed in every
     micro-batch, the rank adds its share of the sums so far to its own slice.
     """
-    flat, result = group.empty(len(group.ranks)), group.empty(1)
+    flat, result, copies = group.empty(len(group.ranks)), group.empty(1), DenseCopies()
     for cell in group.cells:
         gradient = state.gradients.get(cell.slot)
         if cell.even >= 0:
@@ -203,7 +236,7 @@ def pack_gradients(group: ShardGroup, state: StepState) -> tuple[torch.Tensor, t
             if gradient is None:
                 together.zero_()
             else:
-                together.copy_(group.shares_of(gradient, cell))
+                copies.add_rows(together, group.shares_of(gradient, cell))
             del together
         for holder, selection in enumerate(cell.shares if cell.even < 0 else ()):
             if selection is None:
@@ -211,15 +244,19 @@ def pack_gradients(group: ShardGroup, state: StepState) -> tuple[torch.Tensor, t
             target = _view(flat, holder * group.length + cell.offset, selection.shape)
             if gradient is None:
                 target.zero_()
+            elif selection.is_view:
+                copies.add(target, selection.take(gradient))
             else:
                 target.copy_(selection.take(gradient))
+        del gradient
+    copies.run()
+    for cell in group.cells:
         own = cell.shares[group.ranks.index(state.world.rank)]
         if cell.own is not None and own is not None:
             sums = state.shard_gradients.get(cell.own) if group.sums_each else None
             if sums is not None:
                 group.own_in(flat, cell, own, state.world.rank).add_(sums)
             state.shard_gradients[cell.own] = _view(result, cell.offset, own.shape)
-        del gradient
         if cell.whole:
             state.gradients.pop(cell.slot)
         elif group.sums_each:
@@ -231,16 +268,18 @@ def pack_gradients(group: ShardGroup, state: StepState) -> tuple[torch.Tensor, t
 
 def write_shares(group: ShardGroup, flat: torch.Tensor, state: StepState) -> None:
     """Copy gathered shares, slice by slice, into the weights."""
+    copies = DenseCopies()
     for cell in group.cells:
         # Not the tensor itself: autograd would take its new memory for other values.
         weight = state.weights[cell.slot].data
         if cell.even >= 0:
-            group.shares_of(weight, cell).copy_(group.shares_in(flat, cell))
+            copies.add_rows(group.shares_of(weight, cell), group.shares_in(flat, cell))
             continue
         for holder, selection in enumerate(cell.shares):
             if selection is not None:
                 start = holder * group.length + cell.offset
                 selection.put(weight, _view(flat, start, selection.shape))
+    copies.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +319,13 @@ class StartAllGather(Communication):
 
     def run(self, state: StepState) -> None:
         group = self.group
-        flat = group.empty(len(group.ranks))
+        flat, copies = group.empty(len(group.ranks)), DenseCopies()
         first = group.ranks.index(state.world.rank) * group.length
         for cell in group.cells:
             if cell.own is not None:
                 part = state.parts[cell.own].detach()
-                _view(flat, first + cell.offset, tuple(part.shape)).copy_(part)
+                copies.add(_view(flat, first + cell.offset, tuple(part.shape)), part)
+        copies.run()
         work = state.world.all_gather_in_place(flat, group.ranks)
         state.all_gathers[group.number] = (work, flat)
 

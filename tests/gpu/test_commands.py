@@ -44,21 +44,23 @@ def test_a_network_is_profiled_searched_and_run(
     assert (ran.code, ran.document["verified"]) == (0, True), ran.errors
 
 
-def test_a_step_of_short_kernels_is_predicted_by_what_its_host_takes(
+@pytest.mark.timeout(900)  # beside others it takes 80 s, on a slow machine longer
+def test_steps_of_short_kernels_are_predicted_by_what_their_hosts_take(
     measured_briefly: None,
     speeds: Callable[[Speeds], None],
     command: Command,  # noqa: F811
 ) -> None:
-    # To issue a kernel takes six times as long as the kernel.
-    speeds(Speeds(cache_bytes=2**10))
-    network = ("--gpus", "0", "--model", "gpt2", "--preset", "small", "--json")
+    # To issue a kernel takes six times as long as the kernel. Times are virtual, and large messages not computed.
+    speeds(Speeds(cache_bytes=2**10, most_computed=2**12))
+    network = ("--gpus", "0-1", "--model", "gpt2", "--preset", "small", "--json")
     assert command("profile", *network).code == 0
     searched = command("search", *network, "--proposals", "1", "--no-confirm").document["predictions"][0]
     assert searched["launch_s"] > 0.99 * searched["predicted_step_time_s"]
-    once = ("--strategy", "single-device", "--iterations", "2", "--warmup", "1")
-    ran = command("run", *network, *once)
-    assert ran.code == 0, ran.errors
-    # The optimizer's launches, and the loss's, are no operator's.
-    assert -0.1 < ran.document["relative_error"] < 0
+    once = ("--iterations", "2", "--warmup", "1")
+    # Exchanges of values; sums of gradients, updates of shares, and gathers of weights.
+    for strategy in ("single-device", "megatron", "fsdp"):
+        ran = command("run", *network, "--strategy", strategy, *once)
+        assert ran.code == 0, ran.errors
+        assert ran.document["relative_error"] == pytest.approx(0.0, abs=0.08), strategy
     (row,) = command("query", "SELECT min(compute_s) AS device_s FROM simulations", "--json").document
     assert row["device_s"] < 0.3 * ran.document["median_s"]

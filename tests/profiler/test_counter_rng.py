@@ -43,3 +43,54 @@ def test_a_chunk_takes_nine_passes_over_memory() -> None:
             mask(shape, 0.1 * 2**32)
         counts.append(counted.kernels.total())
     assert counts[1] - counts[0] == 2 * 9
+
+
+def test_a_mask_takes_ten_launches_on_a_cpu_however_few_its_elements() -> None:
+    mask((3, 5), 0.1 * 2**32)  # positions are kept
+    with CountedOperators() as counted:
+        mask((3, 5), 0.1 * 2**32)
+    # Nine passes, and one in which the key enters.
+    assert counted.kernels.total() == 10
+
+
+def correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    pair = torch.stack([first.double().reshape(-1), second.double().reshape(-1)])
+    return float(torch.corrcoef(pair)[0, 1])
+
+
+@pytest.mark.parametrize("other", [(7, 3, 12), (7, 4, 11), (8, 3, 11), (7, 3, 11 + 2**16)])
+def test_masks_of_other_seeds_steps_and_operators_have_nothing_to_do_with_each_other(
+    other: tuple[int, int, int],
+) -> None:
+    rows, columns, bound = 2048, 1024, 5 / 2**10.5  # five standard deviations of chance
+    one, two = (keep_mask(*whole_region((rows, columns)), 0.3, key, CPU) for key in (KEY, other))
+    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 16), (16, 0), (512, 0), (0, 512)):
+        shifted = two.roll((row, column), (0, 1))
+        assert abs(correlation(one, shifted)) < bound
+        if (row, column) != (0, 0):
+            assert abs(correlation(one, one.roll((row, column), (0, 1)))) < bound
+    # Nor have whole rows and columns: how many they keep is binomial.
+    for dim, length in ((0, rows), (1, columns)):
+        for mask_ in (one, two):
+            kept = mask_.double().mean(dim)
+            expected = (0.3 * 0.7 / length) ** 0.5
+            assert kept.std() == pytest.approx(expected, rel=0.15)
+        assert abs(correlation(one.double().mean(dim), two.double().mean(dim))) < 0.17
+
+
+def test_words_of_one_position_in_many_steps_are_uniform_and_do_not_depend_on_each_other() -> None:
+    """As in a single element's life: its words step by step, by the bits of which they consist."""
+    steps = 4096
+    numbers = torch.stack(
+        [
+            random_numbers("uniform", *whole_region((2, 2)), (7, step, 11), (torch.float64, CPU))
+            for step in range(steps)
+        ]
+    ).reshape(steps, 4)
+    bits = (numbers[:, :, None] * 2.0 ** torch.arange(1, 17)).floor() % 2
+    assert (bits.mean(0) - 0.5).abs().max() < 5 * 0.5 / steps**0.5
+    for later in (1, 2, 3):
+        for element in range(4):
+            for neighbour in range(4):
+                drawn = correlation(numbers[later:, element], numbers[:-later, neighbour])
+                assert abs(drawn) < 5 / steps**0.5

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graph.calls import LocalCall
+from graph.operators import Slot, TensorSpec
 from profiler.call_inputs import MOST_SETS, CallInputs, cache_bytes, random_tensor, storage_sizes
 from profiler.devices import PhysicalDevice, available_devices
 from profiler.measure import (
@@ -71,6 +73,27 @@ def test_peak_counts_what_is_alive_once(device: PhysicalDevice) -> None:
     assert forward.peak_bytes == inputs + output
     # Output and its gradient, and the gradients of both inputs.
     assert backward.peak_bytes == inputs + 2 * output + inputs
+
+
+def test_heads_of_an_attention_lie_between_the_rows_as_where_they_are_split_off(
+    device: PhysicalDevice,
+) -> None:
+    heads, mask = TensorSpec((2, 3, 5, 4), "float32"), TensorSpec((2, 3, 5, 5), "float32")
+    call = LocalCall(
+        "aten.scaled_dot_product_attention.default",
+        tuple((name, Slot(number)) for number, name in enumerate(("query", "key", "value", "attn_mask"))),
+        (heads, heads, heads, mask),
+        (heads,),
+        (True, True, True, False),
+    )
+    subject = CallInputs(call, device, seed=0)
+    done = subject.forward()
+    subject.draw_gradients(done)
+    *queries, drawn = done.inputs
+    for value in (*queries, *done.gradients, *subject.forward().gradients):
+        assert value.transpose(1, 2).is_contiguous()
+    assert all(value.requires_grad for value in queries)
+    assert drawn.is_contiguous()
 
 
 def test_longer_measuring_ends_at_its_cap(device: PhysicalDevice) -> None:
