@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 # A convolutional network with branches, a recurrent one, one with attention, one with embedding tables.
-FEW_NETWORKS = ("inception", "nmt", "gpt2", "dlrm")
+FEW_NETWORKS = ("densenet121", "nmt", "gpt2", "dlrm")
 
 
 def seeds(quick: int, full: int) -> list[Any]:
@@ -18,4 +18,6 @@ def seeds(quick: int, full: int) -> list[Any]:
 
 def few(quick: Collection[str], names: Iterable[str]) -> list[Any]:
     """Return the parameters of a test: names, of which all but a few run only under scripts/test --all."""
+    names = tuple(names)
+    assert set(quick) <= set(names), set(quick) - set(names)
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]

@@ -22,7 +22,7 @@ from graph.zoo import hugging_face_names, zoo_names
 from search.parallel.fork import can_fork
 from tests.app.conftest import Command
 
-QUICK = ("gpt2", "inception", "nmt")
+QUICK = ("densenet121", "gpt2", "nmt")
 MLP = ModelRequest("mlp", "small", 8)
 
 # Runs `app`, and says which heavy packages it imported.

@@ -11,6 +11,6 @@ from tests.runtime.pool import LocalPool
 
 
 @pytest.mark.parametrize("choice", cases(1, 20))
-@pytest.mark.parametrize("name", few((*FEW_NETWORKS, "bert-large", "resnet50", "xdl"), zoo_names()))
+@pytest.mark.parametrize("name", few((*FEW_NETWORKS, "bert-large", "resnext50", "xdl"), zoo_names()))
 def test_zoo_network(pool: LocalPool, name: str, choice: str | int) -> None:
     check_network(pool, name, choice)
