@@ -8,15 +8,13 @@ from multiprocessing.synchronize import Barrier
 
 from app.db.store import Store
 from tests.app.db import samples, writers
+from tests.processes import start_process
 
 
 def run_together(count: int, target: Callable[[str, Barrier, int], None], url: str) -> None:
     """Run `target(url, barrier, number)` in processes that begin together; fail if one of them does."""
-    context = multiprocessing.get_context("spawn")
-    start = context.Barrier(count)
-    processes = [context.Process(target=target, args=(url, start, number)) for number in range(count)]
-    for process in processes:
-        process.start()
+    start = multiprocessing.get_context("spawn").Barrier(count)
+    processes = [start_process(target, url, start, number) for number in range(count)]
     for process in processes:
         process.join(writers.WAIT_S)
     assert [process.exitcode for process in processes] == [0] * count

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from app.services.trace.replay import TraceReader
 from graph.errors import UsageError
 from tests.app.db.merging import ROWS, add, write_and_merge, write_then_merge
 from tests.app.db.samples import Scene
+from tests.processes import start_process
 
 WAIT_S = 240.0
-SPAWN = multiprocessing.get_context("spawn")
 STEPS = "SELECT search, step FROM proposals ORDER BY search, step"
 
 Steps = dict[int, list[int]]
@@ -62,9 +62,8 @@ def unregistered(url: str) -> set[str]:
 @contextlib.contextmanager
 def written(url: str, search_id: int, batches: int) -> Iterator[Callable[[], None]]:
     """Write a trace in another process; give what makes it merge all its chunks, and waits until it has."""
-    here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=write_then_merge, args=(url, search_id, batches, there))
-    process.start()
+    here, there = Pipe()
+    process = start_process(write_then_merge, url, search_id, batches, there)
 
     def merge() -> None:
         here.send("merge")
@@ -172,14 +171,12 @@ def test_every_answer_is_a_prefix_while_searches_merge(
 ) -> None:
     """Of each search the first so many proposals, no fewer than were registered when the reader began."""
     searches = [started(database_url) for _ in range(2)]
-    counts = [SPAWN.RawValue("q", 0) for _ in searches]
-    stop = SPAWN.RawValue("b", 0)
+    counts = [RawValue("q", 0) for _ in searches]
+    stop = RawValue("b", 0)
     processes = [
-        SPAWN.Process(target=write_and_merge, args=(database_url, search_id, search_id, count, stop))
+        start_process(write_and_merge, database_url, search_id, search_id, count, stop)
         for search_id, count in zip(searches, counts, strict=True)
     ]
-    for process in processes:
-        process.start()
     try:
         while not all(count.value for count in counts):
             assert all(process.is_alive() for process in processes)
@@ -221,10 +218,9 @@ def test_killed_writers_leave_nothing_for_ever(database_url: str, seed: int, tmp
     registered = 0
     with contextlib.ExitStack() as stack:
         for number in range(3):
-            count = SPAWN.RawValue("q", 0)
-            args = (database_url, search_id, seed + number, count, SPAWN.RawValue("b", 0))
-            process = SPAWN.Process(target=write_and_merge, args=args)
-            process.start()
+            count = RawValue("q", 0)
+            stop = RawValue("b", 0)
+            process = start_process(write_and_merge, database_url, search_id, seed + number, count, stop)
             while not count.value:
                 assert process.is_alive(), "it ended without a proposal"
                 time.sleep(0.01)
