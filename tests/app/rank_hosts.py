@@ -65,13 +65,16 @@ def on_hosts(
     return results
 
 
-def on_forked_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[Agent]:
+def on_forked_hosts(
+    folder: Path, hosts: int, processes: int, *arguments: str, variables: Mapping[str, str] | None = None
+) -> list[Agent]:
     """As `on_hosts`, where agents and ranks need not be commands: forked from a process that has imported torch.
 
     Its import takes most of the time of a process that does little, and each host has a process more than ranks.
     """
     if not HAS_SERVER:
-        return on_hosts(folder, hosts, processes, *arguments)
+        return on_hosts(folder, hosts, processes, *arguments, variables=variables)
+    environment = {**os.environ, **child_variables(), **(variables or {})}
     port, started = free_port(), []
     try:
         for host in range(hosts):
@@ -79,7 +82,7 @@ def on_forked_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -
                 started.append(
                     context.Process(
                         target=_be_agent,
-                        args=(folder, dict(os.environ), (host, hosts, processes, port), arguments),
+                        args=(folder, environment, (host, hosts, processes, port), arguments),
                         daemon=False,  # it has children of its own
                     )
                 )
@@ -112,7 +115,7 @@ def _be_agent(
     for number, file in enumerate(_streams(folder, host), 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(folder)
-    os.environ.update(environment | child_variables())
+    os.environ.update(environment)
     config = LaunchConfig(
         min_nodes=hosts,
         max_nodes=hosts,

@@ -7,8 +7,10 @@ import os
 import sqlite3
 from pathlib import Path
 
+import pytest
+
 from tests.app.conftest import database  # noqa: F401 - fixture
-from tests.app.rank_hosts import ROOT, on_hosts
+from tests.app.rank_hosts import ROOT, on_forked_hosts
 from tests.gpu.virtual_device import VARIABLE, Speeds
 
 RUN = ("run", "--model", "mlp", "--preset", "small", "--strategy", "data-parallel", "--on-miss", "estimate")
@@ -24,8 +26,11 @@ def seeing_gpus(folder: Path) -> dict[str, str]:
     return {VARIABLE: str(speeds), "PYTHONPATH": os.pathsep.join((str(start), str(ROOT)))}
 
 
+@pytest.mark.usefixtures("speeds")
 def test_two_hosts_of_a_gpu_execute_a_strategy_together(tmp_path: Path, database: Path) -> None:  # noqa: F811
-    first, second = on_hosts(tmp_path, 2, 1, *RUN, "--gpus", "0", *FEW, variables=seeing_gpus(tmp_path))
+    first, second = on_forked_hosts(
+        tmp_path, 2, 1, *RUN, "--gpus", "0", *FEW, variables=seeing_gpus(tmp_path)
+    )
     assert (first.code, second.code, second.output) == (0, 0, ""), (first, second)
     report = json.loads(first.output)
     assert (report["devices"], report["verified"]) == (2, True)
