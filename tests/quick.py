@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -21,3 +22,17 @@ def few(quick: Collection[str], names: Iterable[str]) -> list[Any]:
     names = tuple(names)
     assert set(quick) <= set(names), set(quick) - set(names)
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+def half(*choices: Sequence[Any]) -> list[Any]:
+    """Return the parameters of a test: all combinations of choices, of which every second runs only under --all.
+
+    Any choices but one are among those that run always, in every combination: any two, where there are three.
+    """
+    return [
+        pytest.param(
+            *(choice for _, choice in numbered),
+            marks=pytest.mark.slow if sum(number for number, _ in numbered) % 2 else (),
+        )
+        for numbered in itertools.product(*map(enumerate, choices))
+    ]

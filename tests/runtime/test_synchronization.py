@@ -22,7 +22,7 @@ from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import ModelReference
 from search.space.baselines import data_parallel, shared
 from tests.gpu.ranks import run_ranks
-from tests.quick import seeds
+from tests.quick import half, seeds
 from tests.runtime.oracle import SEED, assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import random_pulls, random_strategy, randomly_shared, without_kept_shares
@@ -65,9 +65,10 @@ def late(whole: Strategy, shared_one: Strategy, kind: str, size_bytes: int) -> S
     return replace(without_kept_shares(shared_one), synchronization=p3(size_bytes))
 
 
-@pytest.mark.parametrize("kind", ["updates", "gathers", "pulls"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "kind"),
+    half(["perceptron", "convolutions", "recurrent"], ["momentum", "adam"], ["updates", "gathers", "pulls"]),
+)
 def test_what_is_late_gives_what_the_plain_module_gives(
     pool: LocalPool, name: str, optimizer: str, kind: str
 ) -> None:
