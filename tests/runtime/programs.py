@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
-from profiler.pinning import child_variables
+from profiler.pinning import begin_child, child_variables
+from runtime.launch.torchrun import call_on_ranks
 
 LIMIT_S = 240.0
 
@@ -28,3 +33,25 @@ def output_of(*arguments: str, folder: Path, before: tuple[str, ...] = ()) -> li
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def outputs_on_ranks(count: int, *arguments: str, folder: Path) -> list[tuple[Any, str]]:
+    """Run a Python file on ranks that torchrun's launcher forks; return the exit code and the output of each.
+
+    They have imported torch already, which under torchrun itself takes most of the time of a small program.
+    """
+    return call_on_ranks(count, _run_file, (arguments, folder))
+
+
+def _run_file(arguments: tuple[str, ...], folder: Path) -> tuple[Any, str]:
+    begin_child()
+    os.chdir(folder)
+    sys.argv = list(arguments)
+    # The file may end its process at once, and what it has printed with it.
+    os._exit = sys.exit  # type: ignore[assignment]
+    with redirect_stdout(io.StringIO()) as output:
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as ended:
+            return ended.code, output.getvalue()
+    return 0, output.getvalue()

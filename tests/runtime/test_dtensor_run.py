@@ -1,6 +1,6 @@
 """Generated files, run by ranks of gloo: loss and every gradient equal the plain module's.
 
-Under torchrun itself they run in `tests/app/test_export.py`, and here where one is wrong.
+Under torchrun itself they run in `tests/app/test_export.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
-from profiler.pinning import child_variables
 from runtime.launch.torchrun import call_on_ranks
 from search.space import baselines
 from tests.runtime.dtensor_cases import (
@@ -29,6 +28,7 @@ from tests.runtime.dtensor_cases import (
     zoo,
 )
 from tests.runtime.dtensor_runner import check_files
+from tests.runtime.programs import outputs_on_ranks
 
 ROOT = Path(__file__).parents[2]
 BERT = zoo("bert-large")
@@ -71,16 +71,6 @@ ON_FOUR: dict[str, Case] = {
 }
 
 
-def torchrun(processes: int, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a Python file under torchrun, from another folder than the project's."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, **child_variables(), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-
-
 def check_all(cases: Mapping[str, Case], processes: int, folder: Path) -> None:
     """Write the file of every case and check all of them in one start."""
     files = [write_plan(network, choose, folder / f"{name}.py") for name, (network, choose) in cases.items()]
@@ -105,10 +95,10 @@ def test_a_plan_that_is_wrong_is_found_out(tmp_path: Path) -> None:
     text = file.read_text()
     assert text.count("set_gradient_divide_factor(1.0)") == 1
     file.write_text(text.replace("set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(0.5)"))
-    ran = torchrun(2, str(file), folder=tmp_path)
-    assert ran.returncode == 1
-    assert "1.00e+00  BAD  up.weight" in ran.stdout
-    assert "1 of 11 (loss and gradients) equal" in ran.stdout
+    (code, output), (other_code, _) = outputs_on_ranks(2, str(file), folder=tmp_path)
+    assert (code, other_code) == (1, 1)
+    assert "1.00e+00  BAD  up.weight" in output
+    assert "1 of 11 (loss and gradients) equal" in output
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:

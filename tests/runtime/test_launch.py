@@ -16,14 +16,13 @@ from profiler.pinning import begin_child
 from profiler.processes import HAS_SERVER
 from runtime.launch.torchrun import call_on_ranks, launch
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
-from tests.runtime.programs import output_of
+from tests.runtime.programs import output_of, outputs_on_ranks
 from tests.runtime.strategies import by_kind
 
 ROOT = Path(__file__).parents[2]
 
 UNDER_TORCHRUN = """
-import json, os, sys
-sys.path.append(sys.argv[1])
+import json, os
 from graph.axes import AxisKind
 from runtime.launch.torchrun import launch
 from tests.runtime.oracle import graph_of, make_job, reference
@@ -76,9 +75,9 @@ def test_launched_processes_equal_the_module() -> None:
 def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    printed = output_of(*launcher, str(script), str(ROOT), folder=tmp_path)
-    losses = json.loads(printed[-1])
+    (code, printed), other = outputs_on_ranks(2, str(script), folder=tmp_path)
+    assert (code, other) == (0, (0, ""))
+    losses = json.loads(printed)
     assert losses == pytest.approx(train_plain(reference("branches")).losses, rel=1e-4)
 
 
