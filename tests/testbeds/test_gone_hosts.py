@@ -176,9 +176,15 @@ def test_a_run_in_the_middle_of_messages_ends_on_both_sides_and_keeps_what_was_s
     up: Callable[[int, int], str], folder: Path
 ) -> None:
     database, name = folder / "test.sqlite", up(2, 1)
+    # A step on two hosts, equal to one on one device.
     ended = ("run", "--model", "networks:fine", *RUN, "--iterations", "2", "--database", str(database))
-    code, _, errors = outcome("run", "--name", name, "--", *APP, *ended, folder=folder)
+    code, output, errors = outcome(
+        "run", "--name", name, "--", *APP, *ended, "--verify", "--json", folder=folder
+    )
     assert (code, executions(database)) == (0, [("finished", None)]), errors
+    report = json.loads(output)
+    assert (report["devices"], report["verified"], report["failure"]) == (2, True, None)
+    assert processes_in([f"{name}-0", f"{name}-1"]) == ()
     before = sent_bytes(name, 1)
 
     def runs() -> bool:

@@ -282,6 +282,7 @@ def test_bytes_take_at_least_their_time_at_the_rate(
 # ---- run
 
 
+@pytest.mark.slow  # another network's always: in test_gone_hosts.py, before its host goes away
 def test_a_step_on_two_hosts_is_equal_to_one_on_one_device(two_hosts: str, tmp_path: Path) -> None:
     options = ["--strategy", "data-parallel", "--device", "cpu", "--on-miss", "estimate", "--iterations", "2"]
     brief = ["python", "-m", "tests.app.brief_app", "run"]
