@@ -14,7 +14,7 @@ from graph.zoo import zoo_names
 from tests.app.conftest import Command
 from tests.quick import FEW_NETWORKS, few
 
-INCEPTION = ("--model", "inception", "--preset", "small", "--batch-size", "5")
+DENSENET = ("--model", "densenet121", "--preset", "small", "--batch-size", "5")
 ALEXNET = ("--model", "alexnet", "--preset", "small", "--batch-size", "5")
 NMT = ("--model", "nmt", "--preset", "small")
 TWO_CPUS = ("--device", "cpu", "--devices", "2")
@@ -118,7 +118,7 @@ def test_every_proposal_is_stored_and_its_configuration_can_be_read(command: Com
     from app.db.store import Store
 
     outcome = command(
-        "search", *INCEPTION, "--topology", "p100-cluster", "--devices", "4", "--proposals", "150", "--json"
+        "search", *DENSENET, "--topology", "p100-cluster", "--devices", "4", "--proposals", "150", "--json"
     )
     assert outcome.code == 0, outcome
     with Store.open(database) as store, connect(store.database) as connection:
