@@ -150,6 +150,12 @@ def _speaks() -> bool:
     return not ending.is_rank() or os.environ["RANK"] == "0"
 
 
+def let_rank_0_speak(code: int) -> None:
+    """Wait, on another rank that refuses what rank 0 refuses, for its words: the launcher ends all with the first."""
+    if code == MISUSED and not _speaks():
+        time.sleep(REFUSAL_S)
+
+
 def command() -> None:
     """Run the command line, and end the process with it.
 
@@ -177,8 +183,8 @@ def command() -> None:
             ending.end_children()
         elif not ending.is_rank() and (_others_work() or _is_watched()):
             sys.exit(code)
-        elif code == MISUSED and not _speaks():
-            time.sleep(REFUSAL_S)
+        else:
+            let_rank_0_speak(code)
         atexit._run_exitfuncs()
         ending.end_tracker()
         sys.stderr.flush()

@@ -134,7 +134,7 @@ def _be_agent(
 
 def _be_rank(arguments: tuple[str, ...]) -> None:
     """Run a command as one rank; the agent takes a return for success."""
-    from app.cli.main import main
+    from app.cli.main import let_rank_0_speak, main
 
     sys.argv = ["app", *arguments]
     sys.path.insert(0, os.getcwd())
@@ -143,6 +143,7 @@ def _be_rank(arguments: tuple[str, ...]) -> None:
             main()
         except SystemExit as ended:
             if ended.code:
+                let_rank_0_speak(int(ended.code))
                 raise
 
 
