@@ -67,11 +67,11 @@ Algorithms = Mapping[Members, tuple[AllReduceAlgorithm, ...]]
 class ExchangeTime:
     """Seconds that an exchange of values takes inside a step: of the device, and of the host to issue it.
 
-    host_s: 0 where the device is a CPU, which does both.
+    host_s: None where the device is a CPU, which does both.
     """
 
     device_s: float
-    host_s: float = 0.0
+    host_s: float | None = None
 
 
 # The last step of every rank, in the process group, on its device: returns a result on rank 0 at least.

@@ -194,9 +194,9 @@ class LinkProbe:
         return max(0.0, self.exchange.device_s - first.latency_s)
 
     @property
-    def issue_s(self) -> float:
-        """Seconds in which a rank's host issues an exchange; 0 where the device is a CPU, and without an exercise."""
-        return 0.0 if self.exchange is None else self.exchange.host_s
+    def issue_s(self) -> float | None:
+        """Seconds in which a rank's host issues an exchange; None where devices are CPUs, and without an exercise."""
+        return None if self.exchange is None else self.exchange.host_s
 
 
 def pairs_to_measure(devices: Sequence[PhysicalDevice]) -> tuple[tuple[int, int], ...]:

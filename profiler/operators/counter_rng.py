@@ -236,7 +236,7 @@ def _each_chunk(
 def _hash(
     word: _Words, first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor, spare: torch.Tensor
 ) -> None:
-    """Write the hash of a chunk's positions but for its last shift; its first one is that of keys and columns."""
+    """Write the hash of a chunk's positions but for its last shift; its first one is that of the columns."""
     bits = torch.bitwise_xor(first[:, None], columns[None, :], out=word.numbers)
     torch.add(second[:, None], bits, alpha=_MULTIPLIER_1, out=bits)
     word.xor_shift_(15, spare)

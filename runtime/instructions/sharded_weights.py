@@ -190,10 +190,7 @@ def _finish_reduce_scatter(number: int, state: StepState) -> None:
 
 
 class DenseCopies:
-    """Copies between tensors of one dtype that are contiguous: by one kernel, where a GPU's host issues a few.
-
-    Others are copied at once.
-    """
+    """Copies between tensors of one dtype: on a GPU, of those that are contiguous, by one kernel together."""
 
     def __init__(self) -> None:
         self._targets: list[torch.Tensor] = []
@@ -209,7 +206,8 @@ class DenseCopies:
 
     def add_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy [rows, ...] to [rows, ...], at the latest in `run`."""
-        if target[0].is_contiguous() and source[0].is_contiguous():
+        # On a CPU each row would be a copy of its own.
+        if target.device.type == "cuda" and target[0].is_contiguous() and source[0].is_contiguous():
             self._targets += target.unbind()
             self._sources += source.unbind()
         else:
@@ -278,7 +276,11 @@ def write_shares(group: ShardGroup, flat: torch.Tensor, state: StepState) -> Non
         for holder, selection in enumerate(cell.shares):
             if selection is not None:
                 start = holder * group.length + cell.offset
-                selection.put(weight, _view(flat, start, selection.shape))
+                part = _view(flat, start, selection.shape)
+                if selection.is_view:
+                    copies.add(selection.take(weight), part)
+                else:
+                    selection.put(weight, part)
     copies.run()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.instructions.base import Communication
-from runtime.instructions.sharded_weights import ShardGroup, free, pack_gradients, write_shares
+from runtime.instructions.sharded_weights import DenseCopies, ShardGroup, free, pack_gradients, write_shares
 from runtime.instructions.state import PartRange, StepState
 
 
@@ -114,9 +114,11 @@ class PullSlice(Communication):
             len(group.ranks) * (own.last - own.first), dtype=group.dtype, device=group.device
         )
         row = gathered.view(len(group.ranks), -1)[group.ranks.index(state.world.rank)]
+        copies = DenseCopies()
         for item in own.own:
             values = item.elements.of(state.parts[item.elements.part].detach())
-            row[item.offset : item.offset + values.numel()].copy_(values)
+            copies.add(row[item.offset : item.offset + values.numel()], values)
+        copies.run()
         pulled = state.world.all_gather_in_place(gathered, group.ranks)
         state.pulls.setdefault(group.number, []).append((pulled, gathered))
 

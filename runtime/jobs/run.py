@@ -15,7 +15,7 @@ from graph.plan import Plan
 from profiler.operators.counter_rng import forget_positions
 from profiler.others import LostTime
 from profiler.reference import ReferenceKernel
-from profiler.timers import timer_for
+from profiler.timers import MOST_SLEEP_CYCLES, timer_for
 from runtime.communication import World
 from runtime.execution.executor import Executor, InitialTensors
 from runtime.execution.full_state import full_buffers, full_weights
@@ -27,8 +27,12 @@ from runtime.ranks.watchdog import heartbeat
 
 if TYPE_CHECKING:
     from runtime.jobs.job import Arrays
+    from runtime.observe.communication_clock import CommunicationClock
     from runtime.observe.measured_peak import MeasuredPeak
     from runtime.observe.spans import RecordedStep
+
+# Beyond it a device that awakes before a step is issued has a host that waits for it.
+LONGEST_SLEEP_CYCLES = 8 * MOST_SLEEP_CYCLES
 
 
 @dataclass(slots=True)
@@ -207,7 +211,6 @@ class JobRun:
         if not self._job.recorded:
             return []
         from runtime.observe.communication_clock import CommunicationClock
-        from runtime.observe.recorder import record_step
 
         communications = CommunicationClock(self._device) if self._job.communications else None
         steps = []
@@ -215,21 +218,34 @@ class JobRun:
             for number in range(self._job.steps, self._job.steps + self._job.recorded):
                 heartbeat(f"in recorded step {number}")
                 gc.collect()
-                steps.append(
-                    record_step(
-                        self._executor,
-                        self._plan,
-                        self._world,
-                        self._device,
-                        number,
-                        communications=communications,
-                        asleep=self._job.asleep and self._device.type == "cuda",
-                    )
-                )
+                steps.append(self._recorded_step(number, communications))
         finally:
             if communications is not None:
                 communications.close()
         return steps
+
+    def _recorded_step(self, number: int, communications: CommunicationClock | None) -> RecordedStep:
+        """Return a recorded step; of a job that records asleep one that the devices slept through, where that helps."""
+        from runtime.observe.recorder import record_step
+
+        cycles = MOST_SLEEP_CYCLES if self._job.asleep and self._device.type == "cuda" else 0
+        while True:
+            step = record_step(
+                self._executor,
+                self._plan,
+                self._world,
+                self._device,
+                number,
+                communications=communications,
+                sleep_cycles=cycles,
+            )
+            if not cycles:
+                return step
+            # The host waits for the device, or all of them sleep for longer.
+            woken = self._world.sum(torch.tensor(float(not step.is_ahead), device=self._device))
+            if not woken.item() or cycles >= LONGEST_SLEEP_CYCLES:
+                return step
+            cycles *= 2
 
     def _verify(self) -> Verification | None:
         heartbeat("verifying")

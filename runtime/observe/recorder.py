@@ -22,7 +22,7 @@ from graph.collectives import CollectiveKind
 from graph.plan import Plan
 from graph.strategy import Sharding
 from profiler.process_groups import Message
-from profiler.timers import MOST_SLEEP_CYCLES, synchronize, timer_for
+from profiler.timers import synchronize, timer_for
 from runtime.communication import KIND_OF, LIBRARY_ONLY, World
 from runtime.execution.executor import Executor
 from runtime.instructions.base import Instruction, Slots, WrappedInstruction
@@ -88,14 +88,15 @@ def record_step(
     number: int,
     *,
     communications: CommunicationClock | None = None,
-    asleep: bool = False,
+    sleep_cycles: int = 0,
 ) -> RecordedStep:
     """Execute step `number` and return this rank's spans; all ranks must call it.
 
     communications: takes them down, too. Who gives it closes it.
-    asleep: issue the step while the device, a GPU, sleeps; spans have their hosts' times (`runtime.jobs.job.Job`).
+    sleep_cycles: for which the device, a GPU, sleeps while the step is issued; spans have their hosts' times then
+    (`runtime.jobs.job.Job`).
     """
-    clock = _Clock(device, with_hosts=asleep)
+    clock = _Clock(device, with_hosts=sleep_cycles > 0)
     names = _Names(plan, world.rank, executor.program)
     observed = tuple(
         _Observed(instruction, *names.labels(instruction), _outputs(instruction), clock)
@@ -103,8 +104,8 @@ def record_step(
     )
     listening = _ListeningWorld(world, clock, communications)
     world.barrier(device)
-    if asleep:
-        torch.cuda._sleep(MOST_SLEEP_CYCLES)
+    if sleep_cycles:
+        torch.cuda._sleep(sleep_cycles)
         # Devices wake up one after the other, and meet.
         world.sum(torch.zeros(1, device=device))
     clock.start(_PREPARE)
@@ -120,10 +121,11 @@ def record_step(
         clock.waits_for = _GATHERS
     with executor.running((), listening):
         executor.make_weights_whole()
-    if not asleep:  # else the last span would have the host's wait
+    is_ahead = not (sleep_cycles and clock.origin.query())
+    if not sleep_cycles:  # else the last span would have the host's wait
         synchronize(device)
     spans = tuple(clock.stop())
-    return RecordedStep(spans, () if communications is None else communications.since(clock.origin))
+    return RecordedStep(spans, () if communications is None else communications.since(clock.origin), is_ahead)
 
 
 class _Clock:

@@ -62,10 +62,14 @@ class TimedCommunication:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One rank's step. Spans, in order, fill it without a gap; communications are in the order of their starts."""
+    """One rank's step. Spans, in order, fill it without a gap; communications are in the order of their starts.
+
+    is_ahead: of a step that was issued while the device slept, whether it slept until all was issued.
+    """
 
     spans: tuple[Span, ...]
     communications: tuple[TimedCommunication, ...] = ()
+    is_ahead: bool = True
 
 
 # By recorded step and rank.

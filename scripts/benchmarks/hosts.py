@@ -1,8 +1,8 @@
 """What hosts and ports are worth in predictions: models of one node of 8 H100, steps by data sheets, in bfloat16.
 
 No card was measured. That a host issues an operator's forward, or its backward, in `LAUNCH_S` is an assumption, of the
-order that eager PyTorch takes; so is that it issues a message, a collective or the update in as much. Memory is not
-limited, so that all batches can be compared.
+order that eager PyTorch takes; so is that it issues a collective, a sum of gradients or the update in as much, a
+message in half of it. Memory is not limited, so that all batches can be compared.
 
 Of each network and batch: the step of data parallelism by its devices alone, with hosts that issue operators, with
 hosts that issue communications and updates too, and with these but a link for each pair of GPUs in place of ports; and
@@ -57,7 +57,7 @@ class LaunchedDatasheet(Datasheet):
 
 
 @dataclass(frozen=True)
-class Costs:
+class KnownCosts:
     """What a simulation knows: costs of operators, and seconds in which a host issues a communication."""
 
     source: Datasheet
@@ -117,7 +117,7 @@ def _imported(name: str, preset: str, batch_size: int) -> OperatorGraph:
 
 
 def _simulated(
-    graph: OperatorGraph, strategy: Strategy, topology: Topology, batch_size: int, costs: Costs
+    graph: OperatorGraph, strategy: Strategy, topology: Topology, batch_size: int, costs: KnownCosts
 ) -> Simulation:
     from graph.training import Training
     from search.cost.cost_table import CostTable
@@ -129,7 +129,7 @@ def _simulated(
 
 
 def _found(
-    graph: OperatorGraph, topology: Topology, batch_size: int, costs: Costs, proposals: int
+    graph: OperatorGraph, topology: Topology, batch_size: int, costs: KnownCosts, proposals: int
 ) -> Strategy:
     from graph.training import Training
     from search.algorithms.chain import SearchOptions
@@ -153,17 +153,19 @@ def _row(
 
     kinds = topology.kinds
     levels = (
-        Costs(Datasheet(kinds)),
-        Costs(LaunchedDatasheet(kinds, 0.0)),
-        Costs(LaunchedDatasheet(kinds, LAUNCH_S), LAUNCH_S),
+        KnownCosts(Datasheet(kinds)),
+        KnownCosts(LaunchedDatasheet(kinds, 0.0)),
+        KnownCosts(LaunchedDatasheet(kinds, LAUNCH_S), LAUNCH_S),
     )
     every = levels[-1]
     start = data_parallel(graph, len(topology.devices))
     alone, operators, whole = (_simulated(graph, start, topology, batch_size, costs) for costs in levels)
     no_ports = _simulated(graph, start, without_ports(topology), batch_size, every)
-    found = [_found(graph, topology, batch_size, costs, proposals) for costs in levels]
-    steps_s = [_simulated(graph, one, topology, batch_size, every).step_time_s for one in found]
-    found_no_ports = _simulated(graph, found[-1], without_ports(topology), batch_size, every)
+    strategies = [_found(graph, topology, batch_size, costs, proposals) for costs in levels]
+    steps_s = [
+        _simulated(graph, strategy, topology, batch_size, every).step_time_s for strategy in strategies
+    ]
+    last_no_ports = _simulated(graph, strategies[-1], without_ports(topology), batch_size, every)
     row = {
         "devices alone": f"{alone.step_time_s * 1e3:.2f}",
         "operators' hosts": f"{operators.step_time_s * 1e3:.2f}",
@@ -173,9 +175,9 @@ def _row(
         "found blind": f"{steps_s[0] * 1e3:.2f}",
         "found by operators": f"{steps_s[1] * 1e3:.2f}",
         "found": f"{steps_s[2] * 1e3:.2f}",
-        "found, no ports": f"{found_no_ports.step_time_s * 1e3:.2f}",
+        "found, no ports": f"{last_no_ports.step_time_s * 1e3:.2f}",
         "tasks a GPU": " / ".join(
-            f"{_tasks(strategy) / len(topology.devices):.0f}" for strategy in (start, *found)
+            f"{_tasks(strategy) / len(topology.devices):.0f}" for strategy in (start, *strategies)
         ),
     }
     return row, steps_s[0] / steps_s[2]

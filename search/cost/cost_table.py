@@ -70,7 +70,7 @@ class CostSource(Protocol):
         ...
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
-        """Return what it takes `optimizer` to update weights of a dtype."""
+        """Return the cost of `optimizer`'s updates of weights of a dtype."""
         ...
 
 
@@ -109,7 +109,7 @@ class ResolvedCosts(Protocol):
         ...
 
     def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
-        """Return what it takes `optimizer` to update weights of a dtype."""
+        """Return the cost of `optimizer`'s updates of weights of a dtype."""
         ...
 
 
@@ -231,7 +231,7 @@ class CostTable:
     def backward_launch_ns(
         self, cost: CallCost, call: LocalCall, summed: Sequence[int], kind_name: str
     ) -> int:
-        """Return in which the host issues a call's backward, and the sums of its gradients (`backward_ns`)."""
+        """Return the nanoseconds in which the host issues a call's backward, with sums as in `backward_ns`."""
         return cost.backward_launch_ns + sum(
             nanoseconds(self.update("sgd", call.inputs[slot].dtype, kind_name).launch_s)
             for slot in summed
@@ -244,7 +244,7 @@ class CostTable:
         return nanoseconds(elements * cost.seconds), ORIGIN_CODE[cost.origin]
 
     def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
-        """Return what it takes `optimizer` to update weights of a dtype."""
+        """Return the cost of `optimizer`'s updates of weights of a dtype."""
         key = (optimizer, dtype, kind_name)
         cost = self._updates.get(key)
         if cost is None:

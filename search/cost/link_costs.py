@@ -122,8 +122,8 @@ class LinkCosts:
     algorithms: all-reduces measured between just these devices, ascending, by algorithms other than the library's.
     successive: one of several all-reduces between just these devices that follow each other, by algorithm.
     chosen: the algorithm of some groups' all-reduces, ascending; of others the cheapest counts.
-    issue_s: seconds in which the host of each device that takes part issues a message or collective; 0 where the device
-        itself does, on a CPU, and where it was not measured.
+    issue_s: seconds in which the host of each device that takes part issues a collective, or a message each way; 0 on
+        CPUs, which do it themselves, and where it was not measured.
     """
 
     by_size: Mapping[tuple[CollectiveKind, int], Curve] = field(default_factory=dict)

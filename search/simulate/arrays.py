@@ -203,7 +203,9 @@ class ResourceSetStore:
         self._segments, self._curves = GrowingArray(np.int64, 2), CurveStore()
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
-        self._issue_ns, self._communication_ns = GrowingArray(np.int64), nanoseconds(links.issue_s)
+        self._issue_ns = GrowingArray(np.int64)
+        # An exchange between two devices is a message each way.
+        self._message_ns, self._collective_ns = nanoseconds(links.issue_s / 2), nanoseconds(links.issue_s)
         self._sets: dict[tuple[int, int, bytes], int] = {}
         self._arrays: ResourceSets | None = None
         self._resource_ptr.extend([0])
@@ -243,7 +245,7 @@ class ResourceSetStore:
         self._origin.extend(np.full(total, origin))
         self._operation.extend(np.full(total, -1))
         self._flows.extend(np.ones(total, np.int64))
-        self._issue_ns.extend(np.repeat([0, self._communication_ns], [count, pairs]))
+        self._issue_ns.extend(np.repeat([0, self._message_ns], [count, pairs]))
 
     def numbers(self, sets: Sequence[tuple[int, int, Array]]) -> list[int]:
         """Return the numbers of the resource sets of collectives; those that are new are priced together.
@@ -273,7 +275,7 @@ class ResourceSetStore:
         self._origin.extend(prices.origin_K)
         self._operation.extend(codes)
         self._flows.extend([FLOWS[code] for code in codes])
-        self._issue_ns.extend([self._communication_ns] * len(codes))
+        self._issue_ns.extend([self._collective_ns] * len(codes))
 
     def device_set(
         self,

@@ -51,7 +51,7 @@ class Simulation:
     """A simulated training step.
 
     start_ns, end_ns: of every task. cause: the task that each one had to wait for last, -1 where there is none: it
-    waited for nothing, or for its host, which issues the tasks of a device in program order.
+    waited for nothing, or for its hosts, which issue tasks in program order.
 
     Peak memory of a device, in bytes, is that at the end of the forward, when all that the backward needs is alive:
     weights (with gradient and optimizer state where they are trained; of what is shared its share), buffers and inputs

@@ -112,7 +112,7 @@ class TaskGraph:
         a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective, else 0: of an all-gather or reduce-scatter all its
         chunks, of an all-to-all what crosses devices, of others the region.
-    launch_ns_T: in which the host of each device that takes part issues the task, see `launched_ns_T`.
+    launch_ns_T: nanoseconds in which the host of each device that takes part issues the task, see `launched_ns_T`.
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
     contention_ppm_D: by how much communication slows compute, in parts per million.
     peak_memory_D: bytes, see `search.simulate.simulator.Simulation`.
@@ -313,7 +313,7 @@ class TaskGraphBuilder:
         )
 
     def updates(self, elements_D: IntArray) -> UpdateTimes:
-        """Return what updates of so many elements on each device take; 0 where there are none."""
+        """Return the times of updates of so many elements on each device; 0 where there are none."""
         from search.kernels.records import UpdateTimes
 
         seconds_D, origin_D, launch_ns_D = self._update_costs

@@ -64,22 +64,22 @@ def test_of_what_hosts_issue_the_same_is_counted() -> None:
         ("copy", WEIGHT_GRADIENTS, 4000),
     )  # fmt: skip
     whole = issued(("forward", "conv", 500), ("runtime", "autograd", 6))
-    found = exchange_time(split, whole)
-    assert found.device_s == 0
-    assert found.host_s == pytest.approx((70 + 20 + 9 - 6) / 1e9 / EXCHANGES)
+    time = exchange_time(split, whole, on_gpu=True)
+    assert time.device_s == 0
+    assert time.host_s == pytest.approx((70 + 20 + 9 - 6) / 1e9 / EXCHANGES)
 
 
 def test_one_disturbed_step_does_not_count() -> None:
     calm, disturbed = ((("copy", "x", 1000),),), ((("copy", "x", 10**9),),)
     whole = result(((("forward", "conv", 500),),))
-    found = exchange_time(result(calm, disturbed, calm), whole)
-    assert found.device_s == pytest.approx(1000 / 1e9 / EXCHANGES)
+    time = exchange_time(result(calm, disturbed, calm), whole)
+    assert time.device_s == pytest.approx(1000 / 1e9 / EXCHANGES)
 
 
 def test_an_exchange_that_costs_nothing_is_not_negative() -> None:
     split = result(((("copy", "x", 10),),))
-    found = exchange_time(split, result(((("runtime", "autograd", 600),),)))
-    assert found == ExchangeTime(0.0, 0.0)
+    time = exchange_time(split, result(((("runtime", "autograd", 600),),)))
+    assert time == ExchangeTime(0.0)
 
 
 def test_the_network_exchanges_as_often_as_is_counted_on_two_devices_and_never_on_one() -> None:
@@ -103,4 +103,4 @@ def test_two_processes_measure_an_exchange() -> None:
     assert probe.exchange is not None
     assert probe.exchange.device_s > 0
     # On a CPU the device is the host.
-    assert probe.issue_s == 0
+    assert probe.issue_s is None

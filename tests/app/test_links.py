@@ -199,7 +199,7 @@ def test_a_probe_that_others_disturbed_is_warned_of(capsys: pytest.CaptureFixtur
 
 
 def made_up_probe(
-    groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...], host_s: float = 0.0
+    groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...], host_s: float | None = None
 ) -> LinkProbe:
     sizes = (1024, 4 * MIB, 16 * MIB)
     pairs = [group for group in groups if len(group) == 2]
@@ -249,14 +249,14 @@ def test_each_group_has_its_own_line_and_the_slowest_stands_for_its_size() -> No
 
 
 def test_what_hosts_issue_in_takes_time_where_the_devices_are_gpus() -> None:
-    of_gpus, of_cpus = (made_up_probe(GROUPS, (0.1,) * 4, host_s) for host_s in (6e-6, 0.0))
+    of_gpus, of_cpus = (made_up_probe(GROUPS, (0.1,) * 4, host_s) for host_s in (6e-6, None))
     gpus, cpus = (fit_records(probe, range(4), ["k"] * 4) for probe in (of_gpus, of_cpus))
     assert [(fit.group_size, fit.latency_s) for fit in gpus if fit.pattern == "issue"] == [(4, 6e-6)]
     assert not [fit for fit in cpus if fit.pattern == "issue"]
     for fits, issue_s in ((gpus, 6e-6), (cpus, 0.0)):
         links = links_of(fits, [], range(4))
         assert links is not None
-        assert links.costs.issue_s == issue_s
+        assert (links.costs.issue_s, links.knows_hosts) == (issue_s, issue_s > 0)
     # Those of a smaller group are another probe's.
     of_two = replace(next(fit for fit in gpus if fit.pattern == "issue"), group_size=2)
     links = links_of([*cpus, of_two], [], range(4))

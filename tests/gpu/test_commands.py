@@ -44,6 +44,21 @@ def test_a_network_is_profiled_searched_and_run(
     assert (ran.code, ran.document["verified"]) == (0, True), ran.errors
 
 
+def test_weights_in_shares_are_those_of_one_device(
+    measured_briefly: None,
+    speeds: Callable[[Speeds], None],
+    command: Command,  # noqa: F811
+) -> None:
+    network = ("--gpus", "0-1", "--model", "mlp", "--preset", "small", "--json")
+    speeds(UNCOMPUTED)
+    assert command("profile", *network).code == 0
+    speeds(Speeds())
+    once = ("--iterations", "1", "--warmup", "0", "--verify")
+    # All-gathers of weights, of which most lie contiguous, and reduce-scatters of gradients.
+    ran = command("run", *network, "--strategy", "fsdp", *once)
+    assert (ran.code, ran.document["verified"]) == (0, True), ran.errors
+
+
 @pytest.mark.timeout(900)  # beside others it takes 80 s, on a slow machine longer
 def test_steps_of_short_kernels_are_predicted_by_what_their_hosts_take(
     measured_briefly: None,
@@ -61,6 +76,6 @@ def test_steps_of_short_kernels_are_predicted_by_what_their_hosts_take(
     for strategy in ("single-device", "megatron", "fsdp"):
         ran = command("run", *network, "--strategy", strategy, *once)
         assert ran.code == 0, ran.errors
-        assert ran.document["relative_error"] == pytest.approx(0.0, abs=0.08), strategy
+        assert ran.document["relative_error"] == pytest.approx(0.0, abs=0.07), strategy
     (row,) = command("query", "SELECT min(compute_s) AS device_s FROM simulations", "--json").document
     assert row["device_s"] < 0.3 * ran.document["median_s"]

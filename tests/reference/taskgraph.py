@@ -172,7 +172,8 @@ class Deriver:
             name = self.topology.devices[task.resources[0]].kind_name
             cost_of = self.source.update_cost(self.training.optimizer, self.graph.weight_dtype, name)
             return nanoseconds(cost_of.launch_s)
-        return nanoseconds(self.links.issue_s)
+        is_message = kind in ("transfer", "gradient", "renew")
+        return nanoseconds(self.links.issue_s / 2 if is_message else self.links.issue_s)
 
     def gathers(self, side: str, of_operators: dict[int, tuple[Gather, ...]], index: int) -> None:
         """Begin what the next operator needs that reads weights kept in shares; before the first, its own too.

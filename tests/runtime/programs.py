@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,15 @@ def _run_file(arguments: tuple[str, ...], folder: Path) -> tuple[Any, str]:
     os.chdir(folder)
     sys.argv = list(arguments)
     # The file may end its process at once, and what it has printed with it.
-    os._exit = sys.exit  # type: ignore[assignment]
+    ended_at_once = os._exit
+
+    def end(code: int) -> None:
+        # Not the watch over the process that started this one.
+        if threading.current_thread() is threading.main_thread():
+            sys.exit(code)
+        ended_at_once(code)
+
+    os._exit = end  # type: ignore[assignment]
     with redirect_stdout(io.StringIO()) as output:
         try:
             runpy.run_path(arguments[0], run_name="__main__")

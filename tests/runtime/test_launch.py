@@ -73,6 +73,7 @@ def test_launched_processes_equal_the_module() -> None:
 
 
 def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: Path) -> None:
+    """On ranks that torchrun's launcher forks; its command starts those of `tests/app/test_run_ranks.py`."""
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
     (code, printed), other = outputs_on_ranks(2, str(script), folder=tmp_path)

@@ -46,7 +46,9 @@ class OverheadJobs:
         """Execute both in this rank's process group; return on rank 0 the time of an exchange."""
         split = run_job(self.split, device.torch_name, self.timeout_s)
         whole = run_job(self.whole, device.torch_name, self.timeout_s)
-        return None if split is None or whole is None else exchange_time(split, whole)
+        if split is None or whole is None:
+            return None
+        return exchange_time(split, whole, on_gpu=device.processor == "cuda")
 
 
 def network(batch_size: int = BATCH_SIZE) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -98,26 +100,29 @@ def overhead_jobs(timeout_s: float) -> OverheadJobs:
     return OverheadJobs(split, replace(split, strategy=single_device(graph), node_of=(0,)), timeout_s)
 
 
-def exchange_time(split: JobResult, whole: JobResult) -> ExchangeTime:
-    """Return what one exchange takes a rank beyond its messages, from the recorded steps of both jobs.
+def exchange_time(split: JobResult, whole: JobResult, *, on_gpu: bool = False) -> ExchangeTime:
+    """Return the time of one exchange beyond its messages, of a rank, from the recorded steps of both jobs.
 
     What a rank spends on copies, on waits and inside autograd, less what autograd takes where nothing is exchanged;
-    the median over the steps of the mean over the ranks.
+    the median over the steps of the mean over the ranks. on_gpu: spans have the times of hosts, too.
     """
-    more, less = _besides_operators(split.recorded), _besides_operators(whole.recorded)
-    return ExchangeTime(
-        max(0.0, more.device_s - less.device_s) / EXCHANGES, max(0.0, more.host_s - less.host_s) / EXCHANGES
+    split_s, whole_s = (_besides_operators_s(job.recorded) for job in (split, whole))
+    device_s, host_s = (
+        max(0.0, with_exchanges - without) / EXCHANGES
+        for with_exchanges, without in zip(split_s, whole_s, strict=True)
     )
+    return ExchangeTime(device_s, host_s if on_gpu else None)
 
 
-def _besides_operators(recorded: RecordedSteps) -> ExchangeTime:
-    """Return the time that exchanges and autograd take: the median over the steps of the mean over the ranks."""
+def _besides_operators_s(recorded: RecordedSteps) -> tuple[float, float]:
+    """Return seconds of devices and of hosts beside operators: the median over the steps of the mean over the ranks."""
     steps = [[[span for span in spans if _is_besides(span)] for spans in step] for step in recorded]
     device_ns = (
-        statistics.mean(sum(span.end_ns - span.start_ns for span in of) for of in step) for step in steps
+        statistics.mean(sum(span.end_ns - span.start_ns for span in spans) for spans in step)
+        for step in steps
     )
-    host_ns = (statistics.mean(sum(span.host_ns for span in of) for of in step) for step in steps)
-    return ExchangeTime(statistics.median(device_ns) / 1e9, statistics.median(host_ns) / 1e9)
+    host_ns = (statistics.mean(sum(span.host_ns for span in spans) for spans in step) for step in steps)
+    return statistics.median(device_ns) / 1e9, statistics.median(host_ns) / 1e9
 
 
 def _is_besides(span: Span) -> bool:

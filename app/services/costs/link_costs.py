@@ -74,6 +74,11 @@ class LocalLinks:
         }
 
     @property
+    def knows_hosts(self) -> bool:
+        """Whether it was measured what GPUs' hosts take: a database from before lacks that."""
+        return any(fit.pattern == ISSUE for fit in self.fits)
+
+    @property
     def unmeasured(self) -> tuple[CollectiveKind, ...]:
         """The collectives over all devices that were not measured: a database from before lacks all but one."""
         return tuple(kind for kind in CollectiveKind if (kind, self.count) not in self.costs.by_size)
@@ -357,7 +362,7 @@ def fit_records(
         *records,
         LinkFitRecord(CONTENTION, count, contention_factor=result.contention),
         LinkFitRecord(EXCHANGE, count, latency_s=result.overhead_s),
-        *([LinkFitRecord(ISSUE, count, latency_s=result.issue_s)] if result.issue_s else []),
+        *([] if result.issue_s is None else [LinkFitRecord(ISSUE, count, latency_s=result.issue_s)]),
     ]
 
 
@@ -393,7 +398,9 @@ def local_links(
     if machine.count < 2:
         return None
     links = None if again else stored_links(store, machine)
-    if links is None or (complete and links.unmeasured):
+    if links is None or (
+        complete and (links.unmeasured or (machine.processor == "cuda" and not links.knows_hosts))
+    ):
         with progress.stage(f"measuring links between {machine.count} {machine.processor} devices"):
             links = probe(store, machine, progress)
     return links

@@ -195,16 +195,16 @@ class DatabaseCosts:
         return self._fitted().least_s(call, phase, work)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
-        """Return what it takes an optimizer to update weights of a dtype."""
+        """Return the cost of an optimizer's updates of weights of a dtype."""
         from profiler.updates import update_call, update_s_per_element
 
         call = update_call(optimizer, dtype=dtype)
         self._obtain([call], kind_name)
         time_s = self._measured.get((call.digest, "update"))
+        launch_s = self._launches.get((call.digest, "update"), self._usual_launch_s("update"))
         if time_s is None:
             estimate = self._fitted().estimate(call, "update")
-            return UpdateCost(update_s_per_element(estimate.time_s), Origin(estimate.origin))
-        launch_s = self._launches.get((call.digest, "update"), 0.0)
+            return UpdateCost(update_s_per_element(estimate.time_s), Origin(estimate.origin), launch_s)
         return UpdateCost(update_s_per_element(time_s), Origin.MEASURED, launch_s)
 
     def _obtain(self, calls: Sequence[LocalCall], kind_name: str) -> None:
@@ -335,7 +335,7 @@ class CostsByKind:
         return self._sources[kind_name].least_s(call, phase, work, kind_name)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
-        """Return what it takes an optimizer to update weights on a device of one kind."""
+        """Return the cost of an optimizer's updates on a device of one kind."""
         return self._sources[kind_name].update_cost(optimizer, dtype, kind_name)
 
     @property
