@@ -241,7 +241,7 @@ class JobRun:
             )
             if not cycles:
                 return step
-            # The host waits for the device, or all of them sleep for longer.
+            # Where one device awoke too early, all sleep for longer.
             woken = self._world.sum(torch.tensor(float(not step.is_ahead), device=self._device))
             if not woken.item() or cycles >= LONGEST_SLEEP_CYCLES:
                 return step
