@@ -41,10 +41,24 @@ def _accessor(function: Function) -> Function:
     return compiled
 
 
+class _Record(np.record):  # type: ignore[misc]  # its stubs call it final
+    """A record whose fields come before what numpy's scalars have of that name: since version 2 a `device`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in (np.void.__getattribute__(self, "dtype").names or ()):
+            return self[name]
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
 def _record(*fields: str, numbers: tuple[str, ...] = ()) -> np.dtype[Any]:
     """Return a record of int64 fields, then of int32 ones: numbers of devices, tasks and the like, places in lists."""
     wide, narrow = [(field, np.int64) for field in fields], [(field, np.int32) for field in numbers]
-    return np.dtype((np.record, np.dtype([*wide, *narrow], align=True)))
+    # Kernels that are compiled know no class of ours.
+    kind = _Record if _config.DISABLE_JIT else np.record
+    return np.dtype((kind, np.dtype([*wide, *narrow], align=True)))
 
 
 OPERATOR = _record("tasks", "replicas")

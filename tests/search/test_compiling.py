@@ -355,3 +355,14 @@ for kernel in needed:
     how = "not-at-all" if not met else "as-said" if met == [argument_types(kernel)] else "otherwise"
     print(kernel.py_func.__name__, how)
 """
+
+
+def test_kernels_are_functions_where_nothing_is_compiled() -> None:
+    """For debuggers and for the coverage of their lines; other tests of the simulator pass like that, too."""
+    test = "tests/search/test_taskgraph.py::test_task_graph_is_the_plan[two_layers-one node]"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    alone = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    ended = subprocess.run(
+        alone, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout
