@@ -151,7 +151,7 @@ def _speaks() -> bool:
 
 
 def let_rank_0_speak(code: int) -> None:
-    """Wait, on another rank that refuses what rank 0 refuses, for its words: the launcher ends all with the first."""
+    """Let rank 0 say why all ranks refuse a command, before another one ends: the launcher ends all with the first."""
     if code == MISUSED and not _speaks():
         time.sleep(REFUSAL_S)
 

@@ -190,7 +190,7 @@ def _finish_reduce_scatter(number: int, state: StepState) -> None:
 
 
 class DenseCopies:
-    """Copies between tensors of one dtype: on a GPU, of those that are contiguous, by one kernel together."""
+    """Copies between tensors of one dtype; one kernel does those between contiguous tensors of a GPU."""
 
     def __init__(self) -> None:
         self._targets: list[torch.Tensor] = []

@@ -225,7 +225,7 @@ class JobRun:
         return steps
 
     def _recorded_step(self, number: int, communications: CommunicationClock | None) -> RecordedStep:
-        """Return a recorded step; of a job that records asleep one that the devices slept through, where that helps."""
+        """Return a recorded step; repeat it with a longer sleep where a device awoke too early."""
         from runtime.observe.recorder import record_step
 
         cycles = MOST_SLEEP_CYCLES if self._job.asleep and self._device.type == "cuda" else 0

@@ -31,7 +31,7 @@ class Label:
 class Span:
     """A stretch of a rank's step, in nanoseconds from the rank's start of the step.
 
-    host_ns: in which the host of a GPU issued it, of steps that are recorded asleep; else 0.
+    host_ns: nanoseconds in which the host of a GPU issued the work of the span, in steps recorded asleep; else 0.
     """
 
     label: Label
@@ -64,7 +64,7 @@ class TimedCommunication:
 class RecordedStep:
     """One rank's step. Spans, in order, fill it without a gap; communications are in the order of their starts.
 
-    is_ahead: of a step that was issued while the device slept, whether it slept until all was issued.
+    is_ahead: whether the device, of a step recorded asleep, slept until the host had issued the whole step.
     """
 
     spans: tuple[Span, ...]

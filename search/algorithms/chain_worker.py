@@ -74,7 +74,7 @@ class TurnReply:
 class CostQuestion:
     """The worker waits for what a method of the search's own cost table returns."""
 
-    method: Literal["costs", "update"]
+    method: Literal["costs", "update_cost"]
     arguments: tuple[Any, ...]
 
 
@@ -141,16 +141,16 @@ class ChainWorker:
         costs: list[CallCost] = self._answer("costs", calls, kind_name)
         return costs
 
-    def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
         """Return the cost of an update in the search's own table.
 
         Raises:
             SearchEnded: nobody answers any more.
         """
-        cost: UpdateCost = self._answer("update", optimizer, dtype, kind_name)
+        cost: UpdateCost = self._answer("update_cost", optimizer, dtype, kind_name)
         return cost
 
-    def _answer(self, method: Literal["costs", "update"], *arguments: Any) -> Any:
+    def _answer(self, method: Literal["costs", "update_cost"], *arguments: Any) -> Any:
         self._connection.send(CostQuestion(method, arguments))
         answer = self._connection.recv()
         if answer is None:

@@ -385,7 +385,9 @@ class _BestTimes:
             if not readers:
                 continue
             elements = max(read_elements(graph.operators[reader].space, slot) for reader, slot in readers)
-            seconds = min(costs.update(optimizer, graph.weight_dtype, kind).seconds for kind in self.kinds)
+            seconds = min(
+                costs.update_cost(optimizer, graph.weight_dtype, kind).seconds for kind in self.kinds
+            )
             # Each device's is rounded.
             update_ns = max(0, int(elements * seconds * 1e9) - self.problem.device_count - 1)
             updates.append(([reader for reader, _ in graph.readers[value.name]], update_ns))

@@ -259,7 +259,7 @@ class PipelineCosts:
         problem, dtype = self.problem, self.graph.weight_dtype
         kinds = {problem.topology.devices[device].kind_name for device in devices}
         update_s = max(
-            problem.costs.update(problem.training.optimizer, dtype, kind).seconds for kind in kinds
+            problem.costs.update_cost(problem.training.optimizer, dtype, kind).seconds for kind in kinds
         )
         return _SegmentCosts(
             forward_ns_G=forward,

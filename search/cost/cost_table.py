@@ -52,9 +52,9 @@ class OperatorCost:
 
 
 class UpdateCost(NamedTuple):
-    """What an optimizer's update of weights takes: seconds for each element, and what that rests on.
+    """The cost of an optimizer's updates: seconds for each element of the weights, and their origin.
 
-    `launch_s`: in which the host issues it, however many elements, where the device computes apart from the host.
+    `launch_s`: seconds in which the host issues an update of any size, where the device computes apart from the host.
     """
 
     seconds: float
@@ -108,7 +108,7 @@ class ResolvedCosts(Protocol):
         """Return the cost of each call on a device kind."""
         ...
 
-    def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
         """Return the cost of `optimizer`'s updates of weights of a dtype."""
         ...
 
@@ -233,23 +233,23 @@ class CostTable:
     ) -> int:
         """Return the nanoseconds in which the host issues a call's backward, with sums as in `backward_ns`."""
         return cost.backward_launch_ns + sum(
-            nanoseconds(self.update("sgd", call.inputs[slot].dtype, kind_name).launch_s)
+            nanoseconds(self.update_cost("sgd", call.inputs[slot].dtype, kind_name).launch_s)
             for slot in summed
             if call.gradients[slot]
         )
 
     def update_ns(self, elements: int, optimizer: str, dtype: str, kind_name: str) -> tuple[int, int]:
         """Return the nanoseconds in which `optimizer` updates `elements` weights, and the code of the origin."""
-        cost = self.update(optimizer, dtype, kind_name)
+        cost = self.update_cost(optimizer, dtype, kind_name)
         return nanoseconds(elements * cost.seconds), ORIGIN_CODE[cost.origin]
 
-    def update(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> UpdateCost:
         """Return the cost of `optimizer`'s updates of weights of a dtype."""
         key = (optimizer, dtype, kind_name)
         cost = self._updates.get(key)
         if cost is None:
             if self._elsewhere is not None:
-                cost = self._elsewhere.update(optimizer, dtype, kind_name)
+                cost = self._elsewhere.update_cost(optimizer, dtype, kind_name)
             else:
                 cost = self._source.update_cost(optimizer, dtype, kind_name)
             self._updates[key] = cost

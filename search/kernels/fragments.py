@@ -42,7 +42,7 @@ def _accessor(function: Function) -> Function:
 
 
 class _Record(np.record):  # type: ignore[misc]  # its stubs call it final
-    """A record whose fields come before what numpy's scalars have of that name: since version 2 a `device`."""
+    """A record whose fields hide attributes of numpy's scalars, which have a `device` since version 2."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in (np.void.__getattribute__(self, "dtype").names or ()):

@@ -332,8 +332,12 @@ class TaskGraphBuilder:
     @property
     def has_hosts(self) -> bool:
         """Whether hosts take time to issue tasks, as far as costs are known."""
-        updates = bool(self._update_costs[2].any())
-        return updates or self.links.issue_s > 0 or self.store.task_costs.has_launches
+        return self._launches_others or self.store.task_costs.has_launches
+
+    @cached_property
+    def _launches_others(self) -> bool:
+        """Whether hosts take time to issue communications or updates."""
+        return self.links.issue_s > 0 or bool(self._update_costs[2].any())
 
     @cached_property
     def sum_costs(self) -> tuple[IntArray, IntArray]:
@@ -369,7 +373,7 @@ class TaskGraphBuilder:
     def _costs_of_updates(self, optimizer: str) -> tuple[IntArray, IntArray, IntArray]:
         """Return by device the seconds of an element, origins, and the nanoseconds in which an update is issued."""
         of_kind = {
-            name: self.costs.update(optimizer, self.graph.weight_dtype, name)
+            name: self.costs.update_cost(optimizer, self.graph.weight_dtype, name)
             for name in dict.fromkeys(device.kind_name for device in self.topology.devices)
         }
         costs = [of_kind[device.kind_name] for device in self.topology.devices]

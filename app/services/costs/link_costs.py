@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 P2P = "p2p"
 CONTENTION = "contention"
 EXCHANGE = "exchange"
-# In which the host of a GPU issues a message or collective: the latency of the row.
+# The latency of this row: seconds in which the host of a GPU issues an exchange.
 ISSUE = "issue"
 # Of several measured pairs that a pair is like, the one counts where a message of so many bytes takes longest.
 COMPARED_BYTES = 2**20
@@ -75,7 +75,7 @@ class LocalLinks:
 
     @property
     def knows_hosts(self) -> bool:
-        """Whether it was measured what GPUs' hosts take: a database from before lacks that."""
+        """Whether the time of GPUs' hosts was measured; a database of an earlier version lacks it."""
         return any(fit.pattern == ISSUE for fit in self.fits)
 
     @property
