@@ -17,8 +17,8 @@ def seeds(quick: int, full: int) -> list[Any]:
     return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(full)]
 
 
-def few(quick: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Return the parameters of a test: names, of which all but a few run only under scripts/test --all."""
+def few(quick: Collection[str | int], names: Iterable[str | int]) -> list[Any]:
+    """Return the parameters of a test: names or seeds, of which all but a few run only under scripts/test --all."""
     names = tuple(names)
     assert set(quick) <= set(names), set(quick) - set(names)
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]

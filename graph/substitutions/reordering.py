@@ -114,9 +114,11 @@ def _matches_at(network: ProducedValues, rule: Applied, roots: Sequence[str]) ->
             for after in _bound(network, term, Reading((name,), layout), before)
         ]
     for match in found:
+        read = {name for reading in match.readings.values() for name in reading.names}
+        if any(not read.isdisjoint(network.operators[name].outputs) for name in match.operators):
+            continue  # what the operators read is there after them, what they make between them is not
         batches = {reading.layout[0] for reading in match.readings.values()}
-        dtypes = {network.specs[name].dtype for read in match.readings.values() for name in read.names}
-        dtypes |= {network.specs[name].dtype for name in roots}
+        dtypes = {network.specs[name].dtype for name in (*read, *roots)}
         extents = _fitted(network, match, types)
         if extents is not None and len(batches) == 1 and len(dtypes) == 1 and dtypes <= FLOATING:
             yield replace(match, extents=extents)

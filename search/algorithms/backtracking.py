@@ -46,25 +46,22 @@ def backtrack(
     Args:
         count: of moves.
         cost: seconds of a set of moves, which are ascending.
-        budget: the most sets to evaluate; the starts count.
+        budget: the most sets to evaluate, unless there are more starts, which count.
         alpha: sets that cost more than so many times the best are not followed.
-        starts: evaluated first, the first of them in any case.
-        deadline: of `time.monotonic`, after which no set is evaluated.
+        starts: evaluated first, and in any case.
+        deadline: of `time.monotonic`, after which no other set is evaluated.
     """
     evaluated: dict[tuple[int, ...], Evaluated] = {}
     queue: list[tuple[tuple[float, int, tuple[int, ...]], Evaluated]] = []
     best_s = float("inf")
 
-    def visit(moves: tuple[int, ...]) -> bool:
+    def visit(moves: tuple[int, ...]) -> None:
         nonlocal best_s
         if moves in evaluated:
-            return True
-        if len(evaluated) >= budget or (evaluated and time.monotonic() >= deadline):
-            return False
+            return
         one = evaluated[moves] = Evaluated(moves, cost(moves))
         best_s = min(best_s, one.cost_s)
         heapq.heappush(queue, (one.rank, one))
-        return True
 
     for start in starts:
         visit(tuple(sorted(start)))
@@ -73,8 +70,9 @@ def backtrack(
         if one.cost_s > alpha * best_s:
             break
         for move in range(count):
-            if not visit(tuple(sorted(set(one.moves) ^ {move}))):
+            if len(evaluated) >= budget or time.monotonic() >= deadline:
                 return _sorted(evaluated)
+            visit(tuple(sorted(set(one.moves) ^ {move})))
     return _sorted(evaluated)
 
 

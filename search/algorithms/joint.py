@@ -43,7 +43,7 @@ SHARE, TOGETHER = 0.05, 0.5
 
 @dataclass(frozen=True, slots=True)
 class JointStart:
-    """Where the walk begins: a rewriting, and a strategy for the graph that it makes."""
+    """A rewriting, and a strategy for the graph that it makes; of the strategy the configurations count."""
 
     name: str
     rewriting: Rewriting
@@ -72,13 +72,14 @@ class JointResult:
 class RewritingCosts:
     """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
 
-    Those are known strategies for the graph as imported and that of OptCNN's dynamic program for it, of at most
-    `MOST_TABULATED` pairs, carried over; data parallelism; one device. The program's cost is additive; the simulator
-    knows what overlaps, and has the last word. `best`: of those asked for so far, the best strategy and its outcome.
-    `best_alone`: the rewriting that is best on one device. After the deadline, of `time.monotonic`, no more moves are
-    tried for it, and no dynamic program is begun.
+    Those are known strategies, each for the graph of its rewriting, and that of OptCNN's dynamic program for the graph
+    as imported, of at most `MOST_TABULATED` pairs, all carried over; data parallelism; one device. The program's cost
+    is additive; the simulator knows what overlaps, and has the last word. `best`: of those asked for so far, the best
+    strategy and its outcome. `best_alone`: the rewriting that is best on one device. After the deadline, of
+    `time.monotonic`, no more moves are tried for it, and no dynamic program is begun.
 
     Raises:
+        StrategyError: the moves of a known strategy's rewriting exclude each other.
         CostError: a local call has no cost.
         RuntimeFailure: a process of several `workers` was ended from outside.
     """
@@ -87,14 +88,14 @@ class RewritingCosts:
         self,
         rewritings: Rewritings,
         order: Order,
-        known: Sequence[Strategy] = (),
+        known: Sequence[JointStart] = (),
         deadline: float = float("inf"),
         workers: int = 1,
     ) -> None:
         self._rewritings = rewritings
         self._order: Order = order
         self.best: dict[Rewriting, tuple[Outcome, Strategy]] = {}
-        self._known = [(strategy, rewritings.imported.graph) for strategy in known]
+        self._known = [(start.strategy, _graph_of(rewritings, start).graph) for start in known]
         self.best_alone = self._best_alone(deadline)
         imported = rewritings.imported.problem
         if time.monotonic() >= deadline:
@@ -153,6 +154,15 @@ class RewritingCosts:
         return rewritten.outcome(single_device(rewritten.graph), self._order).step_time_ns / 1e9
 
 
+def _graph_of(rewritings: Rewritings, start: JointStart) -> RewrittenGraph:
+    graph = rewritings.graph(start.rewriting)
+    if graph is None:
+        raise StrategyError(
+            f"joint search: moves {start.rewriting} of a start exclude each other, must not; leave it out"
+        )
+    return graph
+
+
 class JointChain:
     """A Metropolis chain over rewritings and strategies. `at`: the graph that it is at."""
 
@@ -165,12 +175,7 @@ class JointChain:
             StrategyError: the moves of the start exclude each other.
             CostError: a local call has no cost.
         """
-        at = rewritings.graph(start.rewriting)
-        if at is None:
-            raise StrategyError(
-                f"joint search: moves {start.rewriting} of a start exclude each other, must not; leave it out"
-            )
-        self.at: RewrittenGraph = at
+        at = self.at = _graph_of(rewritings, start)
         self._rewritings = rewritings
         self._order = options.order
         self._share = share
@@ -278,7 +283,7 @@ def _walk(joint: JointChain, deadline: float, observer: Observer | None) -> None
 @frozen_heap()
 def search_jointly(
     rewritings: Rewritings,
-    known: Sequence[Strategy],
+    known: Sequence[JointStart],
     options: SearchOptions,
     *,
     share: float = SHARE,
@@ -287,19 +292,21 @@ def search_jointly(
 ) -> JointResult:
     """Search by backtracking, then by a walk from the best rewriting.
 
-    Backtracking begins at the graph as imported and at the one that is best on one device, which is what one would take
-    who substitutes first and parallelizes then. The result is no worse than any known strategy. The same arguments give
-    the same result, unless there is a time limit. Ctrl-C ends the search with the best so far.
+    Backtracking begins at the graph as imported, at the one that is best on one device, which is what one would take
+    who substitutes first and parallelizes then, and at those of known strategies. The result is no worse than any of
+    these, by their configurations alone. The same arguments give the same result, unless there is a time limit. Ctrl-C
+    ends the search with the best so far.
 
     Args:
         rewritings: of the graph as imported.
-        known: strategies for the graph as imported; of them the configurations count.
+        known: strategies, each with the rewriting that makes its graph.
         options: as of `walk_jointly`, but that the time limit counts.
         share: as of `walk_jointly`.
         observer: told how far the walk is.
         workers: processes that look for the costs of OptCNN's program, at most; see `optcnn`.
 
     Raises:
+        StrategyError: the moves of a known strategy's rewriting exclude each other.
         CostError: a local call has no cost.
         UsageError: the share is not between 0 and 1.
         RuntimeFailure: a process was ended from outside.
@@ -315,7 +322,7 @@ def search_jointly(
                 rewritings.count,
                 costs.seconds,
                 budget=BUDGET,
-                starts=((), costs.best_alone),
+                starts=((), costs.best_alone, *(start.rewriting for start in known)),
                 deadline=deadline,
             )
         )

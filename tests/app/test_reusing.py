@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from app.db.records import (
     GraphRecord,
@@ -21,11 +22,20 @@ from app.db.store import Store
 from app.services.costs.operator_costs import CostsByKind
 from app.services.models.models import ImportedModel, ModelRequest
 from app.services.predict.predict import Setting, Target
+from app.services.search.joint_starts import (
+    given_joint_starts,
+    joint_start,
+    known_joint_starts,
+    substitutions_of,
+)
 from app.services.search.start_strategies import MOST, given_starts, known_starts
+from app.services.search.substitution_searches import moves_of
 from graph.canonical import canonical_json, digest
 from graph.errors import UsageError
+from graph.importer import import_module
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, strategy_text
+from graph.substitutions.rewriting import rewritten
 from graph.training import Training
 from search.cost.cost_table import CostTable
 from search.space.baselines import random_strategy
@@ -153,3 +163,85 @@ def test_a_named_start_of_another_network_is_refused_by_the_option(store: Store)
         r"branches, .*\); name one of branches, see app strategy list",
     ):
         given_starts(store, setting, [reference])
+
+
+class Heads(torch.nn.Module):
+    """Two pairs of products, each of one input, so that two moves are offered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, width) for width in (8, 8, 6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c, d = self.parts
+        y = a(x) * b(x)
+        mean: torch.Tensor = (c(y) * d(y)).mean()
+        return mean
+
+
+def test_a_joint_search_takes_the_best_strategies_of_graphs_that_its_moves_make(store: Store) -> None:
+    graph = import_module(Heads(), (torch.randn(8, 8),), {}, name="heads")
+    moves = moves_of(graph)
+    assert [len(move) for move in moves] == [1, 1]
+    setting = setting_of(store, graph, 2, 8)
+    assert known_joint_starts(store, setting, moves, "program") == []
+    found(store, setting, 1, 1.0)
+    made = {
+        rewriting: setting_of(store, rewritten(graph, substitutions_of(moves, rewriting)), 2, 8)
+        for rewriting in ((0,), (1,), (0, 1))
+    }
+    best = found(store, made[0, 1], 2, 2.0)
+    found(store, made[0,], 3, 4.0)
+    second = found(store, made[1,], 4, 3.0)
+    found(store, made[1,], 5, 0.5, "data-parallel")
+    # Other devices, another batch size, a network of the same name of another size.
+    found(store, setting_of(store, made[1,].model.graph, 4, 8), 6, 0.1)
+    found(store, setting_of(store, made[1,].model.graph, 2, 16), 7, 0.1)
+    larger = import_module(Heads(), (torch.randn(16, 8),), {}, name="heads")
+    found(store, setting_of(store, rewritten(larger, substitutions_of(moves, (1,))), 2, 8), 8, 0.1)
+
+    starts = known_joint_starts(store, setting, moves, "program")
+    assert [(start.rewriting, start.record.digest) for start in starts] == [
+        ((0, 1), best.digest),
+        ((1,), second.digest),
+    ]
+    assert len(starts) == MOST
+    used, start = joint_start(store, setting, moves, starts[0])
+    assert (start.rewriting, start.strategy) == ((0, 1), best)
+    assert used.to_json() == {
+        "digest": best.digest,
+        "used": best.digest,
+        "found_for": "batch size 8 on 2 devices with 2 substitutions",
+    }
+    # Where a rule is not offered, what it made is nothing to begin with.
+    assert [start.rewriting for start in known_joint_starts(store, setting, moves[1:], "program")] == [(0,)]
+
+
+def test_named_starts_of_a_joint_search_have_its_substitutions_and_its_operators(store: Store) -> None:
+    graph = import_module(Heads(), (torch.randn(8, 8),), {}, name="heads")
+    moves = moves_of(graph)
+    setting = setting_of(store, graph, 2, 8)
+    plain = found(store, setting, 1, 1.0)
+    merged = found(store, setting_of(store, rewritten(graph, moves[1]), 4, 16), 2, 1.0)
+    starts = given_joint_starts(store, setting.model, moves, [merged.digest[:12], plain.digest])
+    assert [(start.rewriting, start.record.digest) for start in starts] == [
+        ((1,), merged.digest),
+        ((), plain.digest),
+    ]
+    used, start = joint_start(store, setting, moves, starts[0])
+    start.strategy.validate(rewritten(graph, moves[1]), 2)
+    assert (used.digest, used.strategy) == (merged.digest, start.strategy)
+
+    reference = merged.digest[:12]
+    with pytest.raises(
+        UsageError, match=rf"^--start {reference}: has the substitution merge-linears .*, must have"
+    ):
+        given_joint_starts(store, setting.model, moves[:1], [reference])
+    # A move is all matches whose calls are the same: of one of two nothing is known.
+    with pytest.raises(
+        UsageError, match=r"^--start .*: has the substitution merge-linears .*, must have those that"
+    ):
+        given_joint_starts(store, setting.model, [(*moves[0], *moves[1])], [reference])
+    other = found(store, setting_of(store, replace(branches(), name="branches"), 4, 8), 3, 1.0)
+    with pytest.raises(UsageError, match=r"^--start \w+: is a strategy of branches, must fit this heads \("):
+        given_joint_starts(store, setting.model, moves, [other.digest])

@@ -140,6 +140,51 @@ def test_a_strategy_with_substitutions_is_searched_exported_imported_run_and_equ
     assert {"left.weight", "right.weight", "left.bias", "right.bias"} <= names
 
 
+def test_a_joint_search_begins_with_stored_strategies_that_have_substitutions(command: Command) -> None:
+    cluster = ("--topology", "p100-cluster", "--nodes", "1", "--devices", "2", "--workers", "1", "--json")
+    product = ("search", *cluster, "--model", "own_heads:product", "--batch-size")
+    merged = command(*product, "4096", "--substitute", "--proposals", "400").document["predictions"][0]
+    unity = ("--algorithm", "unity", "--proposals", "0", "--chains", "1")
+
+    joint = command(*product, "4096", *unity).document
+    assert joint["best"]["known"] == [
+        {
+            "digest": merged["digest"],
+            "used": merged["digest"],
+            "found_for": "batch size 4096 on 2 devices with 1 substitution",
+        }
+    ]
+    plain, found = joint["searches"]
+    assert found["predicted_step_time_s"] <= merged["predicted_step_time_s"] < plain["predicted_step_time_s"]
+    assert command(*product, "4096", *unity, "--fresh").document["best"]["known"] == []
+
+    # Those that are named are transferred; that of the graph as imported is one for the first search.
+    named = ("--start", merged["digest"][:12], "--start", plain["digest"][:12])
+    document = command(*product, "2048", *unity, *named).document
+    known = [
+        json.loads(
+            command(
+                "query", f"SELECT options FROM searches WHERE id = {search['search']}", "--json"
+            ).document[0]["options"]
+        )["known"]
+        for search in document["searches"]
+    ]
+    assert [[start["digest"] for start in starts] for starts in known] == [
+        [plain["digest"]],
+        [merged["digest"]],
+    ]
+    assert all(start["used"] != start["digest"] for (start,) in known)
+    assert {len(row["substitutions"]) for row in document["evaluated"]} == {0, 1}
+
+    searches = command("query", "SELECT count(*) AS n FROM searches", "--json").document
+    refused = command("search", *cluster, *OWN, *unity, "--start", merged["digest"][:12])
+    assert refused.code == 2
+    assert (
+        "is a strategy of own_heads:product, must fit this own_heads:heads (its operators" in refused.errors
+    )
+    assert command("query", "SELECT count(*) AS n FROM searches", "--json").document == searches
+
+
 def test_ctrl_c_after_the_first_search_shows_what_that_found(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,8 +230,6 @@ def test_options_and_files_that_do_not_fit_are_refused_in_a_line(command: Comman
     refused = command("search", *OWN, *HERE, "--algorithm", "unity", "--substitute")
     assert refused.code == 2
     assert "--substitute: is what --algorithm unity chooses itself, must be left out" in refused.errors
-    refused = command("search", *OWN, *HERE, "--algorithm", "unity", "--start", "1")
-    assert (refused.code, "names strategies for one graph" in refused.errors) == (2, True)
     plain = ("--model", "own_heads:fine", "--batch-size", "4", *HERE)
     refused = command("search", *plain, "--algorithm", "unity")
     assert refused.code == 2

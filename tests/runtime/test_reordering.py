@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from runtime.jobs.verify import interpret
 from scripts.substitutions.offering import Direction
 from search.space.baselines import data_parallel
 from search.space.carried import carried
+from tests.quick import seeds
 from tests.reference.substitutions import Parts, execute
 
 Built = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]
@@ -182,6 +184,99 @@ def test_values_that_others_read_stay_and_what_is_behind_draws_as_before() -> No
     for name in drawing:
         assert other.draw_numbers[name] == graph.draw_numbers[name]
     agree(built, graph, other, exact=False)
+
+
+class Drawn(nn.Module):
+    """Operators of a seed, of two or three kinds, on 4 x 4 matrices; results that none reads are squared and added up.
+
+    Most read what none has read yet, so that groups of operators are closed, as rules need them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def _made(self, kind: str, one: Tensor, other: Tensor) -> Tensor:
+        bias, narrow = self.linear.bias, one.shape[-1] < 4
+        made: dict[str, Callable[[], Tensor]] = {
+            "linear": lambda: nn.functional.linear(one, self.linear.weight, bias),
+            "matmul": lambda: one @ self.weight,
+            "times": lambda: one @ other,
+            "bias": lambda: one + bias,
+            "relu": lambda: torch.relu(one),
+            "transpose": lambda: one.t(),
+            "add": lambda: one + other,
+            "multiply": lambda: one * other,
+            "scale": lambda: one * 0.5,
+            "join": lambda: torch.cat([one, other], 1),
+            "part": lambda: one if narrow else one.split(2, 1)[0],
+            "fold": lambda: one.view(2, 2, -1),
+            "flat": lambda: one.reshape(4, -1),
+        }
+        return made[kind]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a loss of a matrix [4, 4]."""
+        draw = random.Random(self.seed)
+        kinds = draw.sample(KINDS, draw.choice([2, 3]))
+        made = [self.linear(x), x @ self.weight, x]
+        unread = [0, 1, 2]
+        for _ in range(8):
+            kind = draw.choice(kinds)
+            places = [
+                draw.choice(unread if unread and draw.random() < 0.8 else range(len(made))) for _ in range(2)
+            ]
+            one, other = (made[place] for place in places)
+            fits = one.shape == (4, 4) == other.shape or (
+                kind in ("flat", "relu", "scale") and one.dim() == 3
+            )
+            if not fits and not (one.shape == other.shape and kind in ("add", "multiply")):
+                continue
+            used = places if kind in ("times", "add", "multiply", "join") else places[:1]
+            unread = [place for place in unread if place not in used] + [len(made)]
+            made.append(self._made(kind, one, other))
+        return torch.stack([made[place].square().mean() for place in unread]).sum()
+
+
+KINDS = (
+    "linear", "matmul", "times", "bias", "relu", "transpose", "add", "multiply", "scale", "join", "part", "fold", "flat"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", seeds(10, 300))
+def test_any_match_of_a_drawn_network_can_be_applied_and_computes_the_same(seed: int) -> None:
+    """Each by itself, and all that go together."""
+    torch.manual_seed(seed)
+    built: Built = (Drawn(seed), (torch.randn(4, 4),), {})
+    graph = import_module(*built, name=f"drawn{seed}")
+    for match in matches(graph):
+        agree(built, graph, rewritten(graph, [match]), exact=False)
+    agree(built, graph, rewritten(graph, every_substitution(graph)), exact=False)
+
+
+class Turned(nn.Module):
+    """A sum of what is transposed once and of what is transposed twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a loss of a matrix [4, 4]."""
+        once = torch.relu(self.linear(x)).t()
+        return (once + once.t()).square().mean()
+
+
+def test_a_match_reads_nothing_that_it_makes_itself() -> None:
+    """Here the sum of two transposed matrices would be that of `relu` and of `t`, which would be gone with it."""
+    torch.manual_seed(5)
+    built: Built = (Turned(), (torch.randn(4, 4),), {})
+    graph = import_module(*built, name="turned")
+    assert [operator.name for operator in graph.operators][2:5] == ["t", "t_1", "add"]
+    for match in matches(graph):
+        assert "add" not in match.operators
+        agree(built, graph, rewritten(graph, [match]), exact=False)
 
 
 class Viewed(nn.Module):

@@ -105,6 +105,7 @@ def keep_search(
     store: Store,
     setting: Setting,
     result: AlgorithmResult,
+    starts: Sequence[StartStrategy],
     progress: Progress,
 ) -> SearchReport:
     """Store a search that has been made, without its proposals, as `run_search` stores one; confirm what it found.
@@ -115,13 +116,14 @@ def keep_search(
         store: open.
         setting: of the graph that the result is for.
         result: of the search.
+        starts: known strategies that it began with, maybe of other graphs.
         progress: shows the stages.
 
     Raises:
         SoapstoneError: as `run_search`.
     """
     options, names = search_options(request), algorithm_names(request)
-    record = replace(search_record(request, options, setting, ()), algorithm=algorithm)
+    record = replace(search_record(request, options, setting, starts), algorithm=algorithm)
     plan = SearchPlan(
         store.start_search(record),
         names,
@@ -131,7 +133,8 @@ def keep_search(
         workers=worker_count(request.workers),
         result=result,
     )
-    return replace(_search_and_confirm(store, setting, request, plan, progress), resumable=False)
+    report = _search_and_confirm(store, setting, request, plan, progress)
+    return replace(report, starts=tuple(starts), resumable=False)
 
 
 def resume_search(

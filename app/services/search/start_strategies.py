@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
-from app.db.records import TASK_ORDERS, SearchedSetting, StrategyRecord, TaskOrder
+from app.db.records import TASK_ORDERS, RankedStrategy, SearchedSetting, StrategyRecord, TaskOrder
 from app.db.references import required
 from app.db.store import Store
 from app.services.predict.predict import Setting
@@ -50,17 +50,10 @@ class StartStrategy:
 
 def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[StartStrategy]:
     """Return the best strategies stored for a setting; of the nearest setting, where there are none."""
-    ranked = store.best_strategies(
-        setting.graph_id,
-        setting.topology_id,
-        setting.training_id,
-        task_order=order,
-        limit=2 * MOST + _BASELINES,
-    )
     # One strategy may be stored twice: as it is, and with stretches of it compiled.
     starts: dict[Strategy, StartStrategy] = {}
-    for stored in ranked:
-        if stored.strategy.source in _FOUND and len(starts) < MOST:
+    for stored in ranked_finds(store, setting.graph_id, setting, order):
+        if len(starts) < MOST:
             with suppress(StrategyError):  # of stages that the schedule asked for cannot have
                 start = start_of(setting, stored.strategy)
                 starts.setdefault(start.strategy, start)
@@ -72,6 +65,14 @@ def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Start
             with suppress(StrategyError):  # of a network of the same name, but of other operators
                 return [start_of(setting, nearest, other)]
     return []
+
+
+def ranked_finds(store: Store, graph_id: int, setting: Setting, order: TaskOrder) -> list[RankedStrategy]:
+    """Return the best strategies that were found for a graph on a setting's topology, the fastest first."""
+    ranked = store.best_strategies(
+        graph_id, setting.topology_id, setting.training_id, task_order=order, limit=2 * MOST + _BASELINES
+    )
+    return [stored for stored in ranked if stored.strategy.source in _FOUND]
 
 
 def start_of(
@@ -121,14 +122,20 @@ def given_starts(store: Store, setting: Setting, references: Sequence[str]) -> l
         try:
             starts.append(start_of(setting, record))
         except StrategyError as error:
-            name = setting.model.graph.name
-            reason = str(error).partition(";")[0].removeprefix("strategy: ")
-            origin = required(store.graph(record.graph_id), "graphs", record.graph_id).name
-            raise UsageError(
-                f"--start {reference}: is a strategy of {origin}, must fit this {name} ({reason}); name one of {name}, "
-                "see app strategy list, or leave it out"
-            ) from None
+            raise misfit(store, setting.model.graph.name, reference, record, error) from None
     return starts
+
+
+def misfit(
+    store: Store, name: str, reference: str, record: StrategyRecord, error: StrategyError
+) -> UsageError:
+    """Return the error of a strategy that --start names and that does not fit the network of that name."""
+    reason = str(error).partition(";")[0].removeprefix("strategy: ")
+    origin = required(store.graph(record.graph_id), "graphs", record.graph_id).name
+    return UsageError(
+        f"--start {reference}: is a strategy of {origin}, must fit this {name} ({reason}); name one of {name}, "
+        "see app strategy list, or leave it out"
+    )
 
 
 def _best_of(store: Store, other: SearchedSetting) -> StrategyRecord | None:

@@ -1,7 +1,8 @@
 """`app search --algorithm unity`: which substitutions, and which strategy for the graph that they make, together.
 
-The graph as imported is searched as any network is; then `search.algorithms.joint` goes on from what that found, over
-sets of substitutions and strategies for the graphs that they make.
+The graph as imported is searched as any network is; then `search.algorithms.joint` goes on from what that found, and
+from strategies with substitutions that are stored, over sets of substitutions and strategies for the graphs that they
+make.
 
 Source: Unity (OSDI 2022) section 6.
 """
@@ -18,6 +19,14 @@ from app.services.models.models import ImportedModel, rewritten_model
 from app.services.predict.compiled_stretches import check_compiler
 from app.services.predict.problem import problem_of
 from app.services.progress import Progress
+from app.services.search.joint_starts import (
+    OfferedMoves,
+    StoredStart,
+    given_joint_starts,
+    joint_start,
+    known_joint_starts,
+    substitutions_of,
+)
 from app.services.search.micro_batches import check_options
 from app.services.search.report import RelatedSearches, SearchReport
 from app.services.search.request import SearchRequest, algorithm_names, search_options
@@ -38,7 +47,7 @@ from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, match
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.chain import SearchOptions
-from search.algorithms.joint import JointResult, search_jointly
+from search.algorithms.joint import JointResult, JointStart, search_jointly
 from search.algorithms.moves import shares_for
 from search.algorithms.registry import UNITY
 from search.algorithms.rewritings import Rewriting, Rewritings
@@ -110,11 +119,6 @@ def run_substitution_searches(
             "for a step in one batch; leave it out"
         )
     check_topology(request, database)
-    if request.starts:
-        raise UsageError(
-            f"--start: names strategies for one graph, must be left out with --algorithm {UNITY}, which searches "
-            "several; leave it out"
-        )
     names, workers = algorithm_names(request), worker_count(request.workers)
     check_options(request, names)
     if request.compile_stretches:
@@ -130,11 +134,19 @@ def run_substitution_searches(
             f"--algorithm {UNITY}: no rule applies to {model.graph.name}, at least one must; choose mcmc, which "
             "searches the same strategies"
         )
-    plain = run_search(request, database, progress, lambda: model)
+    with Store.open(database) as store:
+        given = given_joint_starts(store, model, moves, request.starts)
+    # Who names strategies wants no others.
+    of_imported = replace(
+        request,
+        starts=tuple(start.record.digest for start in given if not start.rewriting),
+        fresh=request.fresh or bool(given),
+    )
+    plain = run_search(of_imported, database, progress, lambda: model)
     if plain.interrupted or plain.unconfirmed:
         return SubstitutionSearches((((), plain),), ())
     try:
-        return _go_on_jointly(request, options, model, moves, plain, database, progress)
+        return _go_on_jointly(request, options, model, moves, given, plain, database, progress)
     except KeyboardInterrupt:
         return SubstitutionSearches((((), plain),), (), ended=True)
 
@@ -143,21 +155,26 @@ def _go_on_jointly(
     request: SearchRequest,
     options: SearchOptions,
     model: ImportedModel,
-    moves: Sequence[tuple[Substitution, ...]],
+    moves: OfferedMoves,
+    given: Sequence[StoredStart],
     plain: SearchReport,
     database: str | None,
     progress: Progress,
 ) -> SubstitutionSearches:
-    """Search jointly from the best strategy of the search for the graph as imported, and store the result."""
+    """Search jointly from the best strategy of the search for the graph as imported and from stored ones; store it."""
     with Store.open(database) as store:
         with search_setting(store, request, model, progress) as setting:
-            known = start_of(setting, store.strategy(plain.best.digest)).strategy
+            stored = [start for start in given if start.rewriting]
+            if not (given or request.fresh):
+                stored = known_joint_starts(store, setting, moves, options.order)
+            used = [joint_start(store, setting, moves, start) for start in stored]
+            imported = start_of(setting, store.strategy(plain.best.digest)).strategy
             rewritings = rewritings_of(problem_of(setting), moves, partial(measure_missing, setting))
             progress.begin(f"searching {model.graph.name} and its substitutions", options.proposals)
             try:
                 joint = search_jointly(
                     rewritings,
-                    (known,),
+                    (JointStart("imported", (), imported), *(start for _, start in used)),
                     options,
                     observer=ProgressObserver(
                         progress, f"searching {model.graph.name} and its substitutions"
@@ -166,19 +183,20 @@ def _go_on_jointly(
                 )
             finally:
                 progress.end()
-        evaluated = tuple((_chosen(moves, one.moves), one.cost_s) for one in joint.evaluated)
+        evaluated = tuple((substitutions_of(moves, one.moves), one.cost_s) for one in joint.evaluated)
         reports: list[tuple[tuple[Substitution, ...], SearchReport]] = [((), plain)]
         # Of strategies that share weights or recompute to fit, what the joint search knows may not fit.
         if joint.step_time_s < float("inf"):
-            best = rewritten_model(model, _chosen(moves, joint.rewriting))
+            best = rewritten_model(model, substitutions_of(moves, joint.rewriting))
             each = replace(request, model=best.request)
             with search_setting(store, each, best, progress) as setting:
-                report = keep_search(each, UNITY, store, setting, algorithm_result(joint), progress)
+                starts = [start for start, _ in used]
+                report = keep_search(each, UNITY, store, setting, algorithm_result(joint), starts, progress)
             reports.append((best.graph.substitutions, report))
     return SubstitutionSearches(tuple(reports), evaluated)
 
 
-def moves_of(graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER) -> list[tuple[Substitution, ...]]:
+def moves_of(graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER) -> OfferedMoves:
     """Return the moves of a search: each applies a rule at all of those of its matches whose calls are the same."""
     alike: dict[object, list[Substitution]] = {}
     for match in matches(graph, rules):
@@ -189,7 +207,7 @@ def moves_of(graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER) -> l
 
 def rewritings_of(
     imported: Problem,
-    moves: Sequence[tuple[Substitution, ...]],
+    moves: OfferedMoves,
     prepare: Callable[[OperatorGraph], None] | None = None,
 ) -> Rewritings:
     """Return the rewritings of a problem's graph by some moves, with the problem's costs.
@@ -202,7 +220,7 @@ def rewritings_of(
 
     def problem(rewriting: Rewriting) -> Problem | None:
         try:
-            graph = rewritten(imported.graph, _chosen(moves, rewriting))
+            graph = rewritten(imported.graph, substitutions_of(moves, rewriting))
         except StrategyError:
             return None  # moves that exclude each other
         if prepare is not None:
@@ -210,10 +228,6 @@ def rewritings_of(
         return replace(imported, graph=graph, builder=None)
 
     return Rewritings(imported, len(moves), problem, shares_for(imported.device_count))
-
-
-def _chosen(moves: Sequence[tuple[Substitution, ...]], chosen: Rewriting) -> tuple[Substitution, ...]:
-    return tuple(substitution for move in chosen for substitution in moves[move])
 
 
 def algorithm_result(joint: JointResult) -> AlgorithmResult:
