@@ -1,8 +1,14 @@
-"""Negative log-likelihoods: each target picks one class, so that parts of the classes give partial sums."""
+"""Negative log-likelihoods, also behind a softmax: parts of the classes give partial sums.
+
+Each target picks one class. A softmax over classes that are split takes sums of exponentials over all of them first:
+soapstone.exp_sums -> soapstone.softmax_nll_sums, for each sample one number between the two.
+
+Source: Megatron-LM (arXiv:1909.08053) section 3 and Partial FC (arXiv:2010.05222) for the split softmax.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
@@ -11,7 +17,22 @@ from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, local_call, slot_of
 from graph.rules.reductions import NONE
 
-CUSTOM = "soapstone.nll_sums"
+SOFTMAX_NLL_SUMS = "soapstone.softmax_nll_sums"
+SUMS = frozenset({"soapstone.nll_sums", SOFTMAX_NLL_SUMS})
+
+
+def _class_dim(rank: int) -> int:
+    """Return the dim of the classes of values of that rank: [C] or [N, C, ...]."""
+    return 0 if rank == 1 else 1
+
+
+def _operand(builder: SpaceBuilder, shape: Sequence[int]) -> tuple[OperandMap, Dim, tuple[Dim, ...]]:
+    """Add the axes of values [N, C, ...]; return their map, the dim of the classes, and all others."""
+    class_dim = _class_dim(len(shape))
+    rest = (*shape[:class_dim], *shape[class_dim + 1 :])
+    batch: list[Dim] = activation_dims(builder, rest) if rest else []
+    classes = builder.add("class", shape[class_dim], AxisKind.REDUCTION)
+    return (*batch[:class_dim], classes, *batch[class_dim:]), classes, tuple(batch)
 
 
 class LikelihoodRule(BaseRule):
@@ -19,7 +40,8 @@ class LikelihoodRule(BaseRule):
 
     soapstone.nll_sums(self [N, C, ...], target [N, ...], weight [C]; ignore_index) -> [2]: the sum of the weighted
     losses and the sum of the weights of the targets that are not ignored; the importer divides them by
-    soapstone.ratio. Axes: the batch dims, and class (C, a reduction).
+    soapstone.ratio. soapstone.softmax_nll_sums takes logits as `self`, and the sums of their exponentials over all
+    classes as `exp_sums` [N, ...]. Axes: the batch dims, and class (C, a reduction).
     """
 
     rigid = frozenset({"class"})  # a part of it must be one interval
@@ -27,28 +49,26 @@ class LikelihoodRule(BaseRule):
     backward_flops_per_input = 1.0
 
     def space(self, signature: Signature) -> IterationSpace:
-        shape = signature.inputs[0].shape
-        class_dim = 0 if len(shape) == 1 else 1
         builder = SpaceBuilder()
-        rest = (*shape[:class_dim], *shape[class_dim + 1 :])
-        batch: list[Dim] = activation_dims(builder, rest) if rest else []
-        classes = builder.add("class", shape[class_dim], AxisKind.REDUCTION)
-        inputs: list[OperandMap] = [(*batch[:class_dim], classes, *batch[class_dim:]), tuple(batch)]
+        values, classes, batch = _operand(builder, signature.inputs[0].shape)
+        inputs = [values, batch]
         if slot_of(signature, "weight") is not None:
             inputs.append((classes,))
-        if signature.target == CUSTOM:
+        if slot_of(signature, "exp_sums") is not None:
+            inputs.append(batch)
+        if signature.target in SUMS:
             return builder.space(inputs, [(whole(2),)])
         kept = signature.argument("reduction") == NONE
-        return builder.space(inputs, [tuple(batch) if kept else ()])
+        return builder.space(inputs, [batch if kept else ()])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, or the custom one for a part of the classes."""
         region = part.inputs[0]
-        class_dim = 0 if len(region) == 1 else 1
+        class_dim = _class_dim(len(region))
         classes = signature.inputs[0].shape[class_dim]
         start = region[class_dim][0][0] if region[class_dim] else 0
         bindings = (("start", start),) if start else ()
-        if signature.target == CUSTOM:
+        if signature.target in SUMS:
             return local_call(signature, part, gradients, bindings=bindings)
         if region[class_dim] == ((0, classes),):
             return local_call(signature, part, gradients)
@@ -67,16 +87,33 @@ class LikelihoodRule(BaseRule):
             if name == "classes":
                 return {1: value}
         shape = call.inputs[0].shape
-        return {1: shape[0 if len(shape) == 1 else 1]}
+        return {1: shape[_class_dim(len(shape))]}
 
 
-RULES: Mapping[str, BaseRule] = dict.fromkeys(
-    (
-        "aten.nll_loss_nd.default",
-        "aten.nll_loss.default",
-        "aten.nll_loss2d.default",
-        "soapstone.nll_loss",
-        "soapstone.nll_sums",
+class ExpSumsRule(BaseRule):
+    """soapstone.exp_sums(self [N, C, ...]) -> [N, ...]: sums over the classes of exponentials, as float64."""
+
+    # Of each logit: maximum, subtraction, exponential, sum.
+    flops_per_input = 4.0
+    backward_flops_per_input = 1.0
+
+    def space(self, signature: Signature) -> IterationSpace:
+        """Return the batch dims, and class (C, a reduction)."""
+        builder = SpaceBuilder()
+        values, _, batch = _operand(builder, signature.inputs[0].shape)
+        return builder.space([values], [batch])
+
+
+RULES: Mapping[str, BaseRule] = {
+    "soapstone.exp_sums": ExpSumsRule(),
+    **dict.fromkeys(
+        (
+            "aten.nll_loss_nd.default",
+            "aten.nll_loss.default",
+            "aten.nll_loss2d.default",
+            "soapstone.nll_loss",
+            *SUMS,
+        ),
+        LikelihoodRule(),
     ),
-    LikelihoodRule(),
-)
+}

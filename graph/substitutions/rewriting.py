@@ -20,11 +20,12 @@ from graph.substitutions.fusing import FUSING
 from graph.substitutions.merging import MERGING
 from graph.substitutions.reordering import REORDERING
 from graph.substitutions.rewriting_rule import RewritingRule
+from graph.substitutions.splitting import SPLITTING
 from graph.substitutions.substitution import Substitution
 from graph.substitutions.translation import SAME
 from graph.texts import meant, shown
 
-RULES: Mapping[str, RewritingRule] = {**MERGING, **REORDERING, **FUSING}
+RULES: Mapping[str, RewritingRule] = {**MERGING, **REORDERING, **SPLITTING, **FUSING}
 """By name, in the order in which `every_substitution` applies them."""
 
 WITHOUT_COMPILER = tuple(name for name in RULES if name not in FUSING)

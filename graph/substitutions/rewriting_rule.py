@@ -18,7 +18,8 @@ class RewritingRule:
     `rewrite` returns the operators in place of a group's of a graph, and adds to the builder the values that they make
     beside those that were there. Of a `divisible` rule a part of a group, of two operators or more, is a match too.
     `wanted`: what a match is, in words. `sides`: the proven rule that it rests on, for two operators
-    (`graph.substitutions.rules`), or one side twice where the operators are executed as before.
+    (`graph.substitutions.rules`); the identity, where it has no terms there; or one side twice where the operators are
+    executed as before.
     """
 
     wanted: str

@@ -29,7 +29,7 @@ from profiler.operators.batch_norm import (
 from profiler.operators.counter_rng import dropout, keep_mask, random_numbers, whole_region
 from profiler.operators.dtypes import HALVES, sum_dtype, torch_dtype
 from profiler.operators.gather_scatter import embedding_bag, gather, ragged_embedding_bag, scatter
-from profiler.operators.likelihoods import nll_loss, nll_sums, weight_of_targets
+from profiler.operators.likelihoods import exp_sums, nll_loss, nll_sums, softmax_nll_sums, weight_of_targets
 from profiler.operators.merged import merged_convolution, merged_linear
 from profiler.operators.transposed import conv_transpose
 from profiler.operators.windows import avg_pool, convolution, max_pool
@@ -312,6 +312,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "scatter": scatter,
     "nll_loss": nll_loss,
     "nll_sums": nll_sums,
+    "exp_sums": exp_sums,
+    "softmax_nll_sums": softmax_nll_sums,
     "lstm_cell": _lstm_cell,
     "gru_cell": _gru_cell,
     "rnn_tanh_cell": partial(_rnn_cell, torch.tanh),

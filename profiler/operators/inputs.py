@@ -18,8 +18,8 @@ _PROBABILITIES = {"binary_cross_entropy": ("self", "target")}
 def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Return dense inputs of a call: normal floats, indexes in bounds, moments of a unit normal, even groups.
 
-    They are drawn on their device: a GPU would else run idle while the host draws, and its clock fall. Inputs of a
-    compiled call are those of the first of its parts that reads them.
+    Sums of exponentials are above zero. All are drawn on their device: a GPU would else run idle while the host draws,
+    and its clock fall. Inputs of a compiled call are those of the first of its parts that reads them.
     """
     if call.target == COMPILED:
         return _of_parts(call, device, seed)
@@ -35,6 +35,9 @@ def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) ->
         rows, experts = call.inputs[0].shape[0], call.inputs[2].shape[0]
         ends = torch.arange(1, experts + 1, device=device) * rows // experts
         tensors[2] = ends.to(tensors[2].dtype)
+    slot = slot_of(call, "exp_sums")
+    if slot is not None:
+        tensors[slot] = tensors[slot].exp()
     slot = slot_of(call, "moments")
     if slot is not None:
         count = float(call.argument("count"))

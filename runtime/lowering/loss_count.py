@@ -15,11 +15,12 @@ import torch
 
 from graph.operators import Operator, OperatorGraph, Slot, ValueKind
 from graph.rules import DRAWING, local_calls
+from graph.rules.likelihoods import SUMS
 from profiler.operators import ExecutionContext, compile_call
 from profiler.operators.dtypes import sum_dtype
 from profiler.operators.likelihoods import weight_of_targets
 
-_SUMS = frozenset({"soapstone.cross_entropy_sums", "soapstone.nll_sums"})
+_SUMS = frozenset({"soapstone.cross_entropy_sums", *SUMS})
 
 
 def counted_loss(graph: OperatorGraph) -> int | None:

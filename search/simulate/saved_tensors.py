@@ -45,7 +45,7 @@ _INPUTS = frozenset(
     adaptive_avg_pool2d adaptive_avg_pool3d layer_norm rms_norm group_norm instance_norm batch_norm batch_norm_apply
     moments glu prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div scaled_dot_product_attention attention
-    grouped_mm pow ratio merged_linear merged_conv1d merged_conv2d merged_conv3d
+    grouped_mm pow ratio merged_linear merged_conv1d merged_conv2d merged_conv3d exp_sums softmax_nll_sums
     """.split()  # noqa: SIM905
 )
 # Of these an input is kept where another one has a gradient.
@@ -202,6 +202,9 @@ def extra_bytes(call: LocalCall) -> int:
         return _GATES[name] * call.outputs[0].size_bytes
     if name in ("cross_entropy_loss", "cross_entropy_sums"):
         return call.inputs[0].size_bytes
+    if name == "softmax_nll_sums":
+        # The places and the factors of the picked logits.
+        return call.inputs[1].elements * (_INDEX_BYTES + call.inputs[0].item_bytes)
     if name.startswith("merged_"):
         # The weights as one; biases are not kept.
         weights = slots_in(dict(call.arguments)["weights"])

@@ -20,8 +20,11 @@ FULLY_CONNECTED = frozenset({"linear", "addmm", "mm"})
 EMBEDDINGS = frozenset({"embedding", "embedding_bag", "ragged_embedding_bag"})
 # Losses of logits or log-probabilities, whose targets are classes.
 CLASS_LOSSES = frozenset(
-    {"cross_entropy_loss", "cross_entropy_sums", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_sums"}
-)
+    {
+        "cross_entropy_loss", "cross_entropy_sums", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_sums",
+        "exp_sums", "softmax_nll_sums",
+    }
+)  # fmt: skip
 ATTENTIONS = frozenset({"attention", "scaled_dot_product_attention"})
 
 
@@ -381,7 +384,8 @@ def insightface(graph: OperatorGraph, device_count: int) -> Strategy | None:
 
     A classifier is a fully connected layer that a loss over classes follows. All devices have its input for all
     samples (all-gather; its gradient is summed back), and their classes' share of the weight. Operators that keep the
-    classes apart (a margin, a scale) are split with it; those that need all classes of a sample are data parallel.
+    classes apart (a margin, a scale) are split with it, and so is a softmax that the graph has in two operators
+    (`graph.substitutions.splitting`); those that need all classes of a sample are data parallel.
 
     Returns:
         None where there is no classifier, or a single device.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from profiler.operators.likelihoods import exp_sums, softmax_nll_sums
 from tests.reference.randoms import floats, indexes
 from tests.reference.rules import Case, check_case
 
@@ -212,3 +213,72 @@ def test_sums_of_a_mean_likelihood(seed: int) -> None:
         total, count = sums(*tensors)
         expected = functional.nll_loss(values, target, weight, ignore_index=ignored)
         assert torch.allclose(total / count, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_of_exponentials(seed: int) -> None:
+    generator, values, *_ = _likelihood(seed)
+    scaled = (50 * values.detach()).requires_grad_()
+    check_case(Case("soapstone.exp_sums", {"self": scaled}, (scaled,), lambda x: x.exp().sum(1)), generator)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_likelihoods_behind_a_softmax_of_split_classes(seed: int) -> None:
+    generator, values, target, weight, ignored = _likelihood(seed)
+    denominators = floats(*target.shape, seed=seed + 3).detach().exp().requires_grad_()
+    arguments = {
+        "self": values,
+        "target": target,
+        "weight": weight,
+        "ignore_index": ignored,
+        "classes": values.shape[1],
+        "exp_sums": denominators,
+    }
+    weights = () if weight is None else (weight,)
+
+    def sums(x: torch.Tensor, t: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        *given, d = others
+        logarithms = x - d.log().unsqueeze(1)
+        shares = given[0] if given else torch.ones(x.shape[1], dtype=x.dtype)
+        total = functional.nll_loss(logarithms, t, shares, ignore_index=ignored, reduction="sum")
+        kept = t != ignored
+        return torch.stack((total, (shares[torch.where(kept, t, 0)] * kept).sum()))
+
+    case = Case("soapstone.softmax_nll_sums", arguments, (values, target, *weights, denominators), sums)
+    check_case(case, generator)
+
+
+def test_classes_that_are_masked_in_a_whole_part_add_nothing() -> None:
+    """The padding of a vocabulary: the sums of the other parts, their logarithms and all gradients are torch's."""
+    logits = torch.randn(4, 6, dtype=torch.float64)
+    logits[:, 3:] = float("-inf")
+    logits.requires_grad_()
+    target = torch.tensor([0, 2, -100, 1])
+    expected = functional.cross_entropy(logits, target, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, logits)
+    parts = [logits[:, :3], logits[:, 3:]]
+    denominators = sum(exp_sums(part) for part in parts)
+    assert isinstance(denominators, torch.Tensor)
+    sums = sum(
+        softmax_nll_sums(part, target, None, -100, 6, denominators, start)
+        for part, start in zip(parts, (0, 3), strict=True)
+    )
+    assert isinstance(sums, torch.Tensor)
+    torch.testing.assert_close(sums, torch.stack((expected, torch.tensor(3.0, dtype=torch.float64))))
+    torch.testing.assert_close(torch.autograd.grad(sums[0], logits)[0], gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_softmax_in_two_operators_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
+    """Of logits up to 80, whose exponentials float16 has not, against float64."""
+    generator = torch.Generator().manual_seed(3)
+    logits = (80 * torch.rand(64, 1000, generator=generator) - 40).to(dtype).requires_grad_()
+    target = torch.randint(1000, (64,), generator=generator)
+    exact = logits.detach().double().requires_grad_()
+    expected = functional.cross_entropy(exact, target)
+    sums = softmax_nll_sums(logits, target, None, -100, 1000, exp_sums(logits))
+    loss = sums[0] / sums[1]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    (of_exact,) = torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(gradient, of_exact.to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=1e-9)

@@ -17,6 +17,7 @@ from graph.rules import local_calls
 from graph.strategy import strategy_text
 from graph.substitutions.merging import MERGING
 from graph.substitutions.rewriting import matches, rewritten
+from graph.substitutions.splitting import SPLITTING
 from graph.substitutions.substitution import Substitution
 from graph.zoo import build
 from profiler.operators import ExecutionContext
@@ -24,6 +25,8 @@ from runtime.jobs.verified_program import in_double
 from runtime.jobs.verify import execute
 from search.space.baselines import single_device
 from tests.runtime.oracle import assert_same_step
+
+Built = tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
 
 class Heads(nn.Module):
@@ -46,12 +49,12 @@ class Heads(nn.Module):
         return total
 
 
-def heads(*, biased: bool) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+def heads(*, biased: bool) -> Built:
     torch.manual_seed(5)
     return Heads(biased), (torch.randn(4, 6, 5, 7),), {}
 
 
-def zoo(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+def zoo(name: str) -> Built:
     torch.manual_seed(7)
     return build(name, "small", None)
 
@@ -76,6 +79,61 @@ def test_a_rewritten_graph_gives_the_loss_gradients_and_buffers_of_the_imported_
     assert {value.name for value in other.values} == {value.name for value in graph.values}
 
     assert_same_step(graph, other, built)
+
+
+class Classified(nn.Module):
+    """A classifier of images with two losses: of weighted classes for every place, and of some targets that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.whole = nn.Conv2d(3, 5, 3), nn.Linear(48, 7)
+        self.weights = nn.Buffer(torch.rand(5) + 0.5)
+
+    def forward(self, image: torch.Tensor, places: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both losses of images [N, 3, 4, 4], classes of places [N, 2, 2], classes [N]."""
+        logits = self.whole(image.flatten(1)) * 8
+        every = functional.cross_entropy(self.places(image), places, weight=self.weights)
+        return every + functional.cross_entropy(logits, classes, ignore_index=3)
+
+
+def test_cross_entropies_in_two_operators_give_the_same_step_and_split_by_classes() -> None:
+    torch.manual_seed(5)
+    built: Built = (
+        Classified(),
+        (torch.randn(4, 3, 4, 4), torch.randint(5, (4, 2, 2)), torch.tensor([1, 3, 6, 0])),
+        {},
+    )
+    graph = import_module(*built, name="classified")
+    found = [match for match in matches(graph) if match.rule in SPLITTING]
+    assert len(found) == 2
+    other = rewritten(graph, found)
+    assert len(other.operators) == len(graph.operators) + 2
+    assert_same_step(graph, other, built)
+    places, whole = ["sample", "length", "channel", "class", "replica"], ["sample", "class", "replica"]
+    for target in ("soapstone.exp_sums", "soapstone.softmax_nll_sums"):
+        operators = [operator for operator in other.operators if operator.target == target]
+        assert [[axis.name for axis in operator.space.axes] for operator in operators] == [places, whole]
+
+
+def test_losses_that_are_no_plain_means_over_classes_stay_one_operator() -> None:
+    """Of probabilities, with smoothed labels, summed."""
+
+    class Others(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 5)
+
+        def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+            logits = self.linear(x)
+            return (
+                functional.cross_entropy(logits, x.new_full((3, 5), 0.2))
+                + functional.cross_entropy(logits, classes, label_smoothing=0.1)
+                + functional.cross_entropy(logits, classes, reduction="sum")
+            )
+
+    graph = import_module(Others(), (torch.randn(3, 4), torch.randint(5, (3,))), {}, name="others")
+    assert sum("cross_entropy" in operator.target for operator in graph.operators) == 3
+    assert [match for match in matches(graph) if match.rule in SPLITTING] == []
 
 
 @pytest.mark.parametrize("biased", [True, False])

@@ -12,6 +12,8 @@ from graph.intervals import shape
 from graph.operators import OperatorGraph
 from graph.plan import weight_placement
 from graph.strategy import Configuration, Strategy
+from graph.substitutions.rewriting import every_substitution, rewritten
+from graph.substitutions.splitting import SPLITTING
 from graph.zoo import zoo_names
 from search.space.baselines import (
     all_baselines,
@@ -239,6 +241,23 @@ def test_a_classifier_is_split_by_classes_and_its_loss_by_samples() -> None:
     assert (loss.degrees[0], prod(loss.degrees)) == (4, 4)
     assert insightface(graph, 1) is None
     assert insightface(small("xdl"), 4) is None
+
+
+def test_a_loss_in_two_operators_is_split_by_classes_with_its_classifier() -> None:
+    """As Megatron splits it over a vocabulary, too: between devices go sums of exponentials, and no logits."""
+    imported = small("alexnet")
+    graph = rewritten(imported, every_substitution(imported, tuple(SPLITTING)))
+    strategy = insightface(graph, 2)
+    assert strategy is not None
+    strategy.validate(graph, 2)
+    assert held_shapes(graph, strategy, "linear3.weight") == [(5, 24)] * 2
+    for target in ("exp_sums", "softmax_nll_sums"):
+        (loss,) = configurations_of(graph, strategy, target)
+        assert loss.degrees == (1, 2, 1)
+    tensor_parallel = megatron(graph, 2)
+    for target in ("exp_sums", "softmax_nll_sums"):
+        (loss,) = configurations_of(graph, tensor_parallel, target)
+        assert loss.degrees == (1, 2, 1)
 
 
 def test_a_margin_stays_with_its_classes() -> None:

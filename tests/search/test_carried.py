@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from graph.substitutions.merging import MERGING
 from graph.substitutions.rewriting import every_substitution, rewritten
 from search.space.baselines import data_parallel, single_device
 from search.space.carried import carried
@@ -62,6 +63,8 @@ def test_parts_of_a_merged_operator_get_its_configuration_back() -> None:
     strategy = random_strategy(other, 3, 5)
     result = carried(strategy, other, graph)
     for substitution in other.substitutions:
+        if substitution.rule not in MERGING:
+            continue
         merged = other.operator_by_name["+".join(substitution.operators)]
         for name in substitution.operators:
             axes = graph.operator_by_name[name].space.axes
