@@ -10,10 +10,12 @@ the network.
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import sqlite3
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from app.analytics.decoding import MACROS
 from app.analytics.views import TRACE_VIEWS, VIEWS
 from app.db.chunks import chunk_file
-from app.db.engine import Database
+from app.db.engine import FILE_NAME, Database, read_only_uri
 from app.db.failures import damaged, database_failure, is_damage
 from app.db.reading import reading
 from app.db.recordings import FOLDER, SCHEDULING
@@ -66,14 +68,15 @@ def connect(
 
     Idle connections of `database` are closed first, and none may be used until the end: DuckDB brings its own SQLite,
     and closing a file through one copy of SQLite drops the locks that another copy in the same process holds on it
-    (sqlite.org, "How To Corrupt An SQLite Database File", 2.2.1).
+    (sqlite.org, "How To Corrupt An SQLite Database File", 2.2.1). Where the file cannot be written to, DuckDB gets a
+    copy of it: a file with a write-ahead log it opens only where it may make that log.
 
     Raises:
         DatabaseError: the extension is not installed, or DuckDB cannot read the database.
     """
-    with reading(Store(database)) as traces:
+    with reading(Store(database)) as traces, _attachable(database, resources) as file:
         database.dispose()
-        connection = _connected(database, traces, resources)
+        connection = _connected(database, file, traces, resources)
         try:
             yield connection
         except _duckdb_error() as error:
@@ -87,8 +90,33 @@ def connect(
             connection.close()
 
 
+@contextmanager
+def _attachable(database: Database, resources: DuckResources) -> Iterator[str]:
+    """Yield the name of the SQLite file that DuckDB attaches; of one that cannot be written to, that of a copy."""
+    if not database.is_read_only:
+        yield str(database.url.database)
+        return
+    # In the folder that whoever ends a query's process removes.
+    folder = resources.spill or spill_folder()
+    copy = folder / FILE_NAME
+    try:
+        try:
+            folder.mkdir(parents=True)
+            source = read_only_uri(Path(str(database.url.database)))
+            with (
+                closing(sqlite3.connect(source, uri=True)) as original,
+                closing(sqlite3.connect(copy)) as target,
+            ):
+                original.backup(target)
+        except (OSError, sqlite3.Error) as error:
+            raise database_failure(database.name, error) from None
+        yield str(copy)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _connected(
-    database: Database, traces: list[TraceRecord], resources: DuckResources
+    database: Database, file: str, traces: list[TraceRecord], resources: DuckResources
 ) -> duckdb.DuckDBPyConnection:
     """Return a locked connection with the database attached and the views made."""
     import duckdb
@@ -98,7 +126,7 @@ def _connected(
         # First: where Python is interactive, DuckDB draws the progress of what takes seconds on stdout, beside JSON.
         connection.execute("SET enable_progress_bar = false")
         connection.execute("SET allow_persistent_secrets = false")
-        _attach(connection, database)
+        _attach(connection, database, file)
         files = _create_trace_views(connection, database, traces)
         _create_recordings(connection, database)
         for signature, body in MACROS.items():
@@ -148,11 +176,11 @@ def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path], resources: D
         connection.execute(f"SET {setting}")
 
 
-def _attach(connection: duckdb.DuckDBPyConnection, database: Database) -> None:
+def _attach(connection: duckdb.DuckDBPyConnection, database: Database, file: str) -> None:
     url = database.url
     if url.get_backend_name() == "sqlite":
         connection.execute(f"LOAD {_quoted(str(_extension_file('sqlite')))}")
-        connection.execute(f"ATTACH {_quoted(str(url.database))} AS store (TYPE sqlite, READ_ONLY)")
+        connection.execute(f"ATTACH {_quoted(file)} AS store (TYPE sqlite, READ_ONLY)")
         return
     connection.execute(f"LOAD {_quoted(str(_extension_file('postgres')))}")
     keywords, password = _keywords(url)

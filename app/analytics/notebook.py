@@ -102,7 +102,7 @@ def open_database(database: str | os.PathLike[str] | None = None) -> Analysis:
     Raises:
         DatabaseError: it cannot be opened or read, or its schema is older or newer than this code.
     """
-    opened = schema.open_database(database, create=False)
+    opened = schema.open_database(database, to_read=True)
     try:
         return Analysis(opened)
     finally:

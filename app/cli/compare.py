@@ -77,7 +77,7 @@ def compare(
     from app.analytics.names import graph_names, topology_names
     from app.db.store import Store
 
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         comparison = compare_stored(store.database, model, topology, search)
         if not comparison.rows and (model is not None or topology is not None):
             _refuse_filter(compare_stored(store.database).rows, model, topology)

@@ -66,7 +66,7 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
     held = []
     if current is not None:
         # Raises the advice for a schema that is older or newer.
-        with Store.open(database) as store:
+        with Store.open(database, to_read=True) as store:
             counts, held = store.table_counts(), held_costs(store)
     if as_json:
         print_json(
@@ -193,7 +193,7 @@ def export_pack(
     from app.db.store import Store
     from app.services.costs.packs import write_pack
 
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         counts = write_pack(store, file, device_kind)
     if as_json:
         print_json({"file": str(file), **asdict(counts)})
@@ -218,6 +218,7 @@ def import_pack(
 
     Example: app db import costs.parquet
     """
+    from app.db.engine import check_writable
     from app.db.store import Store
     from app.services.costs.packs import PackCounts, merge_pack, read_pack, shipped_packs
 
@@ -226,6 +227,7 @@ def import_pack(
             f"app db import: got {'both a file and' if shipped else 'neither a file nor'} --shipped, must have one of "
             "them; name a file, or give --shipped"
         )
+    check_writable(database)
     # All are read before anything is stored.
     packs = {pack: read_pack(pack) for pack in ([file] if file is not None else shipped_packs())}
     with Store.open(database) as store:

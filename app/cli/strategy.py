@@ -55,7 +55,7 @@ def list_strategies(
     from app.db.references import Referred
     from app.db.store import Store
 
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         names = Referred("graphs", ((graph.id, graph.name) for graph in store.graphs()))
         models = [(strategy, names[strategy.graph_id]) for strategy in store.strategies(limit=limit)]
     if as_json:

@@ -34,7 +34,7 @@ def list_topologies(database: options.Database = None, as_json: options.AsJson =
     topologies = [load_topology(name) for name in packaged_topologies()]
     # A list makes no database.
     if status(database)[0] is not None:
-        with Store.open(database) as store:
+        with Store.open(database, to_read=True) as store:
             topologies += measured_topologies(store)
     rows = [
         {

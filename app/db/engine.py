@@ -2,8 +2,8 @@
 
 SQLite: write-ahead log, so that readers never wait; every writing transaction begins with BEGIN IMMEDIATE,
 because a deferred one that reads before it writes fails as soon as another process writes in between; 60 s of
-patience for the lock. Reads go through a second engine, whose connections refuse to write. PostgreSQL:
-psycopg.
+patience for the lock. Reads go through a second engine, whose connections refuse to write. A SQLite file that
+cannot be written to is read without a log and without locks. PostgreSQL: psycopg.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import logging
 import os
 import sqlite3
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -43,13 +45,17 @@ logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """An opened database: one engine that writes, one that only reads, and the folder that traces are relative to."""
+    """An opened database: one engine that writes, one that only reads, and the folder that traces are relative to.
+
+    is_read_only: whether it is a SQLite file that cannot be written to, which was opened to be read.
+    """
 
     url: sa.URL
     write_engine: sa.Engine
     read_engine: sa.Engine
     trace_root: Path
     trace_folder: Path
+    is_read_only: bool = False
 
     @property
     def name(self) -> str:
@@ -135,26 +141,38 @@ def resolve_url(database: str | os.PathLike[str] | None = None) -> sa.URL:
             )
 
 
-def connect_engines(url: sa.URL) -> Database:
+def connect_engines(url: sa.URL, *, to_read: bool = False) -> Database:
     """Return the database at `url`, with engines that connect on first use; its schema is not looked at.
 
+    to_read: whether a SQLite file will do that cannot be written to.
+
     Raises:
-        DatabaseError: the folder of a SQLite file is missing or unusable.
+        DatabaseError: the folder of a SQLite file is missing or unusable, or it cannot be read, or not be written to.
     """
     if url.get_backend_name() == "sqlite":
         path = Path(str(url.database))
         try:
             _check_sqlite_path(path)
+            is_read_only = to_read and path.exists() and _unwritable(path) is not None
+            if not is_read_only:
+                _check_writable(path)
         except OSError as error:  # too long, links in a circle
             raise DatabaseError(
                 f"database {path}: cannot be used ({error.strerror}), must be; name another by --database"
             ) from None
+        if is_read_only:
+            _check_log(path)
+            write_engine = read_engine = _read_only_engine(url)
+        else:
+            write_engine = _sqlite_engine(url, begin="BEGIN IMMEDIATE", pragmas=("foreign_keys=ON",))
+            read_engine = _sqlite_engine(url, begin="BEGIN", pragmas=("query_only=ON",))
         return Database(
             url=url,
-            write_engine=_sqlite_engine(url, begin="BEGIN IMMEDIATE", pragmas=("foreign_keys=ON",)),
-            read_engine=_sqlite_engine(url, begin="BEGIN", pragmas=("query_only=ON",)),
+            write_engine=write_engine,
+            read_engine=read_engine,
             trace_root=path.parent,
             trace_folder=path.parent / f"{path.stem}.traces",
+            is_read_only=is_read_only,
         )
     root = default_folder()
     # One folder a database: searches of different databases have the same numbers.
@@ -177,6 +195,30 @@ def connect_engines(url: sa.URL) -> Database:
 def sqlite_files(path: Path) -> list[Path]:
     """Return the paths of a SQLite database and of the logs that SQLite may keep beside it."""
     return [path, *(path.with_name(path.name + suffix) for suffix in LOG_SUFFIXES)]
+
+
+def read_only_uri(path: Path) -> str:
+    """Return the URI by which SQLite reads a file and writes nothing.
+
+    Without locks and a log where there is none, so that nothing is made beside it. Where there is a log, it is read
+    along, and SQLite may write its index (`-shm`) anew.
+    """
+    mode = "mode=ro" if os.path.exists(f"{path}-wal") else "immutable=1"
+    return f"file:{quote(str(path))}?{mode}"
+
+
+def check_writable(database: str | os.PathLike[str] | None = None) -> None:
+    """Refuse a SQLite file that cannot be written to, before the work whose result it is to keep. Nothing is made.
+
+    Raises:
+        DatabaseError: it cannot be written to, or names no database.
+    """
+    url = resolve_url(database)
+    if url.get_backend_name() == "sqlite":
+        path = Path(str(url.database))
+        with suppress(OSError):  # `connect_engines` says what is wrong with such a name
+            if path.parent.is_dir():
+                _check_writable(path)
 
 
 def begins_as_sqlite(path: Path) -> bool:
@@ -258,13 +300,57 @@ def _check_sqlite_path(path: Path) -> None:
         raise DatabaseError(
             f"database {path}: folder {path.parent} does not exist, must exist; make it first"
         )
-    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-        raise DatabaseError(f"database {path}: cannot be read and written, must be; change its permissions")
+    if path.exists() and not os.access(path, os.R_OK):
+        raise DatabaseError(f"database {path}: cannot be read, must be; change its permissions")
+
+
+def _unwritable(path: Path) -> str | None:
+    """Return what keeps a SQLite file from being written to; None where nothing does."""
+    if path.exists() and not os.access(path, os.W_OK):
+        return "cannot be written to, must be"
     if not os.access(path.parent, os.W_OK | os.X_OK):
+        return f"folder {path.parent} cannot be written to, must be (SQLite keeps its log there)"
+    return None
+
+
+def _check_writable(path: Path) -> None:
+    reason = _unwritable(path)
+    if reason is not None:
         raise DatabaseError(
-            f"database {path}: folder {path.parent} cannot be written to, must be (SQLite keeps its log there); "
-            "change its permissions"
+            f"database {path}: {reason}; let it be written to, or copy the database and name the copy by --database"
         )
+
+
+def _check_log(path: Path) -> None:
+    """Refuse a log that SQLite could not read: it needs an index of it, which it makes beside the file."""
+    log, index = (Path(f"{path}{suffix}") for suffix in ("-wal", "-shm"))
+    if log.exists() and not index.exists() and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise DatabaseError(
+            f"database {path}: has a log, {log.name}, must have none where its folder cannot be written to; copy both "
+            "files to another folder, and name the copy by --database"
+        )
+
+
+def _read_only_engine(url: sa.URL) -> sa.Engine:
+    """Return an engine for a file that cannot be written to: SQLite refuses whatever would write."""
+
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(
+            read_only_uri(Path(str(url.database))),
+            uri=True,
+            timeout=LOCK_TIMEOUT_S,
+            factory=Connection,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+
+    engine = sa.create_engine(url, creator=connect)
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
 
 
 def _sqlite_engine(url: sa.URL, *, begin: str, pragmas: tuple[str, ...]) -> sa.Engine:

@@ -6,18 +6,16 @@ and by number: each table has indexes of its own pages that say which rows there
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import exc, pool
 
-from app.db.engine import connect_engines, display_name
+from app.db.engine import connect_engines, display_name, read_only_uri
 from app.db.failures import Connection, is_damage, one_line
 from app.db.schema import foreign_objects
 
@@ -148,10 +146,7 @@ def _between(numbers: set[int]) -> set[int]:
 
 @contextmanager
 def reading_only(url: sa.URL) -> Iterator[Source]:
-    """Yield a database to read, as it is now.
-
-    A SQLite file that nobody has open is read without its locks and its log, so nothing is made beside it. Where there
-    is a log, it is read along, and SQLite may write its index (`-shm`) anew.
+    """Yield a database to read, as it is now; a SQLite file by `read_only_uri`.
 
     Raises:
         DBAPIError: it cannot be opened.
@@ -165,12 +160,9 @@ def reading_only(url: sa.URL) -> Iterator[Source]:
             database.dispose()
         return
     path = Path(display_name(url))
-    mode = "mode=ro" if os.path.exists(f"{path}-wal") else "immutable=1"
 
     def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"file:{quote(str(path))}?{mode}", uri=True, factory=Connection, isolation_level=None
-        )
+        connection = sqlite3.connect(read_only_uri(path), uri=True, factory=Connection, isolation_level=None)
         # Of a schema that is damaged in part, the rest counts. Nothing is written: the file is opened to be read.
         connection.execute("PRAGMA writable_schema=ON")
         return connection

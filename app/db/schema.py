@@ -55,19 +55,23 @@ def locate_migrations() -> Path:
     )
 
 
-def open_database(database: str | os.PathLike[str] | None = None, *, create: bool = True) -> Database:
+def open_database(
+    database: str | os.PathLike[str] | None = None, *, create: bool = True, to_read: bool = False
+) -> Database:
     """Open a database, by URL or path (see `resolve_url`), and check its schema; an empty one gets the schema.
 
     create: whether to make a database that is not there; else it is refused, as an empty one is.
+    to_read: nothing will be written: none is made, and a file will do that cannot be written to.
 
     Raises:
         DatabaseError: it cannot be opened, is not one of Soapstone's, or its schema is older or newer than
         this code.
     """
     url = resolve_url(database)
+    create = create and not to_read
     if not create and _is_unmade_file(url):
         raise _unmade(url)
-    opened = connect_engines(url)
+    opened = connect_engines(url, to_read=to_read)
     try:
         current = _current(opened.read_engine)
         if current is not None:
@@ -112,7 +116,7 @@ def status(database: str | os.PathLike[str] | sa.URL | None = None) -> tuple[str
     url = database if isinstance(database, sa.URL) else resolve_url(database)
     if _is_unmade_file(url):
         return None, HEAD
-    opened = connect_engines(url)
+    opened = connect_engines(url, to_read=True)
     try:
         return _current(opened.read_engine), HEAD
     except exc.DBAPIError as error:

@@ -29,18 +29,26 @@ class Store(CostStore, NounStore, RunStore):
     """All of the database's methods on one opened database; a context manager that closes its connections."""
 
     @classmethod
-    def open(cls, database: str | os.PathLike[str] | None = None, *, create: bool = True) -> Self:
+    def open(
+        cls,
+        database: str | os.PathLike[str] | None = None,
+        *,
+        create: bool = True,
+        to_read: bool = False,
+    ) -> Self:
         """Open by path or URL; None means SOAPSTONE_DATABASE_URL, else the file in the user's data folder.
 
-        create: as `open_database` has it.
+        create, to_read: as `open_database` has it.
 
         Searches and executions that are running in no process any more become interrupted, and their traces are
-        repaired. Chunks of searches that have ended are merged.
+        repaired. Chunks of searches that have ended are merged. Not where the file cannot be written to.
 
         Raises:
             DatabaseError: it cannot be opened, or its schema is older or newer than this code.
         """
-        store = cls(open_database(database, create=create))
+        store = cls(open_database(database, create=create, to_read=to_read))
+        if store.database.is_read_only:
+            return store
         try:
             store.end_orphans(lambda search_id: recover(store, search_id))
             # A damaged table ends the commands that need it.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from app.db.engine import check_writable
 from app.db.records import OpCostRecord, utc_now
 from app.db.store import Store
 from app.services.costs.doubts import Doubts, describe_unlikely
@@ -156,6 +157,7 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
     """
     if not request.models:
         raise UsageError("--model: is missing, must name a network; give --model NAME or --all")
+    check_writable(database)
     topology = _topology(request, database)
     devices = in_precision(_devices(request, topology), request.precision)
     if topology is not None:

@@ -59,7 +59,7 @@ def find_topology(
     """Return a topology as `named_topology` does, before the database is opened; one that is not there is not made."""
     if _is_described(name) or status(database)[0] is None:
         return NamedTopology(_described(name, devices, nodes), None)
-    with Store.open(database) as store:
+    with Store.open(database, to_read=True) as store:
         return named_topology(store, name, devices=devices, nodes=nodes)
 
 

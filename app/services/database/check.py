@@ -118,7 +118,7 @@ def check(database: str | None, sink: Sink = _nowhere) -> Findings:
         raise UsageError(
             f"database {display_name(url)}: is not there, must be to be checked; make it by app db upgrade"
         )
-    opened = connect_engines(url)
+    opened = connect_engines(url, to_read=True)
     try:
         with ExitStack() as stack:
             folder = opened.trace_folder

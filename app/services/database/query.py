@@ -115,7 +115,7 @@ def chosen_format(given: str | None, output: Path | None) -> Format:
 
 @contextmanager
 def _opened(database: str | None) -> Iterator[Database]:
-    opened = open_database(database, create=False)
+    opened = open_database(database, to_read=True)
     try:
         yield opened
     finally:

@@ -96,7 +96,7 @@ def write_report(request: ReportRequest, database: str | None, progress: Progres
         UsageError: the extra is not installed, what was asked for is not stored, or the file cannot be written.
     """
     _require_extra()
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         target = checked_target(request.output, store.database, "--output")
         wanted = _checked(store, request)
         drawn, reason = _drawn(store, request, wanted, progress)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from app.db.engine import check_writable
 from app.db.records import ExecutionRecord, RunSpeed
 from app.db.store import Store
 from app.services.costs.machine import LocalMachine
@@ -114,6 +115,7 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
     with _limited(request.limit_s):
         if is_rank():
             return _run_as_rank(request, database, progress)
+        check_writable(database)
         request = with_micro_batches(request, database)
         if request.topology != LOCAL:
             raise UsageError(
@@ -223,6 +225,7 @@ def _lead(
 ) -> RunReport | None:
     from app.services.run import cluster
 
+    check_writable(database)
     request = with_micro_batches(request, database)
     devices = in_precision(of_host, request.model.precision)
     device = cluster.own_device(devices)

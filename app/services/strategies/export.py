@@ -73,7 +73,7 @@ def export_strategy(
         raise UsageError(
             "--check: runs a file of --format dtensor or pipelining, must be given with one; add --format dtensor"
         )
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         target = checked_target(file, store.database, "file")
         record = store.strategy(reference)
         graph = required(store.graph(record.graph_id), "graphs", record.graph_id)

@@ -44,7 +44,7 @@ def show_parallel_graph(database: str | None, reference: str, progress: Progress
         StrategyError: it has no parallel computation graph.
         ImportFailure: its model cannot be imported any more.
     """
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         record = store.strategy(reference)
         with progress.stage("importing the model"):
             graph = imported_graph(required(store.graph(record.graph_id), "graphs", record.graph_id))

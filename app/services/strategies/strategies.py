@@ -157,7 +157,7 @@ def show_strategy(
         UsageError: there is no such strategy, or nothing of its graph was simulated on that topology.
         ImportFailure: its model cannot be imported any more.
     """
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         record = store.strategy(reference)
         return _shown(store, record, _setting(store, [record], topology), None, progress)[0]
 
@@ -171,7 +171,7 @@ def diff_strategies(
         UsageError: there is no such strategy, they are for different graphs, or as `show_strategy`.
         ImportFailure: their model cannot be imported any more.
     """
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         records = [store.strategy(reference) for reference in references]
         if records[0].graph_id != records[1].graph_id:
             first_name, second_name = (

@@ -69,7 +69,7 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
         raise UsageError(
             "--execution: is one run, must stand without --strategy and --topology; leave them out"
         )
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         target = checked_target(request.output, store.database, "--output")
         step, recording = _find(store, request, progress)
     attribution = None if recording is None else attribute(step.simulation, recording)
@@ -92,7 +92,7 @@ def attribution_of(execution_id: int, database: str | None, progress: Progress) 
         DatabaseError: there is no database, or no such execution.
         UsageError: it was not profiled.
     """
-    with Store.open(database, create=False) as store:
+    with Store.open(database, to_read=True) as store:
         execution = store.execution(execution_id)
         recording = read_recording(store, execution)
         return attribute(step_of_execution(store, execution, progress).simulation, recording)
