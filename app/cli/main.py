@@ -46,10 +46,12 @@ def _invoke() -> int:
     import typer
 
     from app.cli.application import application
+    from app.cli.output import print_log
     from search.parallel.gc_pause import rare_collection
 
     # The exception of Typer for a command line that it cannot parse; it exports only this class's children.
     misuse: type[Exception] = typer.BadParameter.__bases__[0]
+    print_log()
     try:
         # The modules of a command stay. Ranks run steps by the usual thresholds, as those do that a launcher starts.
         with nullcontext() if ending.is_rank() else rare_collection():

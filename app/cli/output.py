@@ -9,9 +9,11 @@ is markup of rich's.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
@@ -33,6 +35,20 @@ if TYPE_CHECKING:
 # Below so many letters a column of a table says nothing; a table in a file or a pipe is as wide as a wide terminal.
 _NARROWEST = 10
 WIDTH_OF_FILES = 160
+
+
+class _LogLines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            sys.stderr.write(f"{printable(record.getMessage())}\n")
+
+
+_log_lines = _LogLines(logging.WARNING)
+
+
+def print_log() -> None:
+    """Write what Soapstone logs (`app.db.engine`, on locks) to standard error."""
+    logging.getLogger("app").addHandler(_log_lines)
 
 
 def print_json(document: Any) -> None:

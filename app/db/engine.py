@@ -13,6 +13,7 @@ import logging
 import os
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,16 @@ from urllib.parse import quote
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from app.db.failures import Connection
+from app.db.failures import Connection, is_locked
+from app.db.owners import writer_of
 from app.folders import user_folder
 from graph.errors import DatabaseError
 
 ENVIRONMENT_VARIABLE = "SOAPSTONE_DATABASE_URL"
 FILE_NAME = "soapstone.sqlite"
 LOCK_TIMEOUT_S = 60.0
+NOTICE_S = 3.0
+"""Whoever waits for a lock for so long says for whom, and is not deaf to signals for longer."""
 LOG_SUFFIXES = ("-wal", "-shm", "-journal")
 """Suffixes of the files that SQLite keeps beside a database, after the database's name."""
 # How files of SQLite begin: a database; a write-ahead log in either byte order; a rollback journal.
@@ -38,6 +42,8 @@ _BEGINNINGS = (
     b"\x37\x7f\x06\x83",
     b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7",
 )
+
+_logger = logging.getLogger(__name__)
 
 # Whatever it logs it raises as well; where nobody has set up logging, Python would print the traceback.
 logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
@@ -355,32 +361,47 @@ def _read_only_engine(url: sa.URL) -> sa.Engine:
 
 def _sqlite_engine(url: sa.URL, *, begin: str, pragmas: tuple[str, ...]) -> sa.Engine:
     engine = sa.create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S, "factory": Connection})
+    path = Path(str(url.database))
 
     @sa.event.listens_for(engine, "connect")
     def _configure(connection: sqlite3.Connection, _record: Any) -> None:
         # The driver must not begin transactions by itself: it would begin deferred ones.
         connection.isolation_level = None
-        _use_write_ahead_log(connection)
+        # A file system that cannot do it (some network ones) answers with the mode that stays: slower, still right.
+        _patiently(connection, path, lambda: connection.execute("PRAGMA journal_mode=WAL").fetchone())
         for pragma in ("synchronous=NORMAL", *pragmas):
             connection.execute(f"PRAGMA {pragma}")
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql(begin)
+        driver: Any = connection.connection.driver_connection
+        _patiently(driver, path, lambda: connection.exec_driver_sql(begin))
 
     return engine
 
 
-def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """Switch the file to the write-ahead log; two processes may try at once, and SQLite does not wait here."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            # A file system that cannot do it (some network ones) answers with the mode that stays: slower,
-            # still right.
-            connection.execute("PRAGMA journal_mode=WAL").fetchone()
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+def _patiently(connection: sqlite3.Connection, path: Path, take: Callable[[], Any]) -> None:
+    """Take a lock of a SQLite file, which another process may have: say so after a while, and give up in the end."""
+    begun = time.monotonic()
+    said = False
+    connection.execute(f"PRAGMA busy_timeout={NOTICE_S * 1e3:.0f}")
+    try:
+        while True:
+            try:
+                take()
+                return
+            except (sqlite3.OperationalError, exc.OperationalError) as error:
+                waited_s = time.monotonic() - begun
+                if not is_locked(error) or waited_s + NOTICE_S > LOCK_TIMEOUT_S:
+                    raise
+            if waited_s >= NOTICE_S and not said:
+                said = True
+                _logger.warning(
+                    "database %s: %s writes to it; waiting for at most %.0f s",
+                    path,
+                    writer_of(path),
+                    LOCK_TIMEOUT_S,
+                )
+            time.sleep(0.02)  # SQLite does not wait for the switch to the write-ahead log
+    finally:
+        connection.execute(f"PRAGMA busy_timeout={LOCK_TIMEOUT_S * 1e3:.0f}")

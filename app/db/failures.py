@@ -25,6 +25,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Result codes of SQLite, and states of PostgreSQL: https://sqlite.org/rescode.html, PostgreSQL's appendix A.
 _SQLITE_ERROR, _SQLITE_CORRUPT, _SQLITE_FULL = 1, 11, 13
+_SQLITE_LOCKED = (5, 6)
 _DAMAGED_STATES = ("XX000", "XX001", "XX002")
 _MISSING_STATES = ("42P01", "42703")
 _FULL_STATE = "53100"
@@ -103,12 +104,23 @@ def is_full(error: BaseException) -> bool:
     return getattr(cause, "sqlstate", None) == _FULL_STATE
 
 
+def is_locked(error: BaseException) -> bool:
+    """Return whether an error of SQLite says that another process has the lock that is wanted."""
+    cause = getattr(error, "orig", None) or error
+    return getattr(cause, "sqlite_errorcode", 0) & 0xFF in _SQLITE_LOCKED
+
+
 def database_failure(name: str, error: BaseException) -> DatabaseFailure:
     """Return the error of ours for a driver's error; `name` is the database's."""
     if is_full(error):
         return full(f"database {name}", error)
     if is_damage(error):
         return damaged(name, error)
+    if is_locked(error):
+        return DatabaseFailure(
+            f"database {name}: another process writes to it, must let go of it in between; wait for that process, or "
+            "end it"
+        )
     return DatabaseFailure(f"database {name}: operation failed ({one_line(error)}); check the database")
 
 

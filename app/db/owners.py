@@ -4,7 +4,7 @@ A killed process cannot say that it ended; its row would stay `running` for ever
 machine since its last start, the process number, and when the process started (a number is used again). On the
 same machine the operating system knows whether that process lives. Of processes elsewhere (another machine or
 container on one database) it is known only when they last said so: they say it every `HEARTBEAT_S`, and one that
-was silent for `LEASE_S` is taken for dead.
+was silent for `LEASE_S` is taken for dead. Who keeps others from writing to a SQLite file the system tells, too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import os
 import platform
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from app.db.failures import MALFORMED
 from graph.canonical import canonical_json
+from graph.texts import shown
 
 HEARTBEAT_S = 30.0
 LEASE_S = 600.0
+LONGEST_COMMAND = 80
+# Byte of the index of a write-ahead log: https://sqlite.org/walformat.html, WAL locks.
+_WAL_WRITE_LOCK = 120
 
 
 def this_process() -> str:
@@ -71,6 +76,35 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
             self._beat()
+
+
+def writer_of(path: Path) -> str:
+    """Return the process that has the lock to write to a SQLite file, in words, as far as the system tells (Linux)."""
+    import psutil
+
+    # SQLite's lock of a write-ahead log is on a byte of its index; without such a log it is on the file itself.
+    places = {_locked_file(Path(f"{path}-shm")): _WAL_WRITE_LOCK, _locked_file(path): None}
+    for line in _text(Path("/proc/locks")).splitlines():
+        fields = line.split()
+        if len(fields) != 8 or fields[3] != "WRITE" or fields[5] not in places:
+            continue  # of one that waits there is an arrow more
+        byte, number = places[fields[5]], int(fields[4])
+        last = float("inf") if fields[7] == "EOF" else int(fields[7])
+        if number != os.getpid() and (byte is None or int(fields[6]) <= byte <= last):
+            with suppress(psutil.Error):
+                return (
+                    f"process {number} ({shown(' '.join(psutil.Process(number).cmdline()), LONGEST_COMMAND)})"
+                )
+    return "another process"
+
+
+def _locked_file(path: Path) -> str:
+    """Return a file as /proc/locks names it; "" where it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
 
 
 def _machine() -> dict[str, str]:

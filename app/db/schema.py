@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from app.db.engine import Database, connect_engines, display_name, migration_engine, not_sqlite, resolve_url
-from app.db.failures import database_failure, is_damage, is_full, one_line
+from app.db.failures import database_failure, is_damage, is_full, is_locked, one_line
 from app.db.models import metadata
 from graph.errors import DamagedDataError, DatabaseError
 from graph.texts import shown
@@ -298,7 +298,7 @@ def _database_option(database: str | os.PathLike[str] | None) -> str:
 
 def unusable(url: sa.URL, error: exc.DBAPIError) -> DatabaseError:
     """Return the error for a database that cannot be opened."""
-    if is_damage(error) or is_full(error):
+    if is_damage(error) or is_full(error) or is_locked(error):
         return database_failure(display_name(url), error)
     reason = one_line(error)
     if "file is not a database" in reason:
