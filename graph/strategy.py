@@ -119,6 +119,15 @@ class Strategy:
         """
         return replace(self, configurations=configurations, compiled=())
 
+    def with_synchronization(self, synchronization: Synchronization) -> Strategy:
+        """Return the strategy with its weights synchronized by a policy.
+
+        One form for one step: tic and tac order gathers of weights whose update is shared; where none is, it is fifo.
+        """
+        if synchronization.orders_gathers and Sharding.OPTIMIZER not in self.sharding:
+            synchronization = replace(synchronization, policy=Policy.FIFO)
+        return replace(self, synchronization=synchronization)
+
     def in_micro_batches(
         self, count: int, schedule: Schedule | None = None, gradients: GradientSums | None = None
     ) -> Strategy:

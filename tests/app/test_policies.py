@@ -73,6 +73,42 @@ def test_a_run_updates_shares_and_gathers_them_in_the_next_forward(command: Comm
 
 
 @pytest.mark.usefixtures("known_links")
+def test_a_policy_that_changes_nothing_stores_no_strategy_of_its_own(command: Command) -> None:
+    """Where no update is shared there is no gather to put in order: the step of tic is that of fifo."""
+    plain = command(*RUN).document["digest"]
+    sized = command(*RUN, "--policy", "fifo:1024").document["digest"]
+    for strategy, policy, digest in (
+        ("data-parallel", "tic", plain),
+        ("data-parallel", "tac", plain),
+        ("data-parallel", "tic:1024", sized),
+        ("fsdp", "tic", command(*RUN, "--strategy", "fsdp").document["digest"]),
+    ):
+        done = command(*RUN, "--strategy", strategy, "--policy", policy)
+        assert done.document["digest"] == digest
+    said = "--policy tic: orders gathers of weights whose update is shared, and none is; the step is that of fifo\n"
+    assert said in command(*RUN[:-1], "--policy", "tic").errors
+    zero = command(*RUN, "--strategy", "zero", "--policy", "tic")
+    assert zero.document["synchronization"] == {"policy": "tic", "bucket_bytes": 26214400}
+    assert said not in command(*RUN[:-1], "--strategy", "zero", "--policy", "tic").errors
+    # A file says tic all the same.
+    assert command("strategy", "export", plain, "late.json").code == 0
+    file = Path("late.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "synchronization": {"policy": "tic"}}))
+    stored = command("strategy", "list", "--json").document
+    assert command("strategy", "import", str(file), "--json").document["digest"] == plain
+    assert command(*RUN, "--strategy", str(file)).document["digest"] == plain
+    file.unlink()
+    assert command("strategy", "list", "--json").document == stored
+    search = ("search", *NETWORK, "--proposals", "20", "--no-confirm", "--fresh", "--json")
+    best = command(*search).document["predictions"][0]["digest"]
+    stored = command("strategy", "list", "--json").document
+    late = command(*search, "--policy", "tic")
+    assert late.document["predictions"][0]["digest"] == best
+    assert command("strategy", "list", "--json").document == stored
+    assert said in command(*search[:-1], "--policy", "tic").errors
+
+
+@pytest.mark.usefixtures("known_links")
 def test_a_search_takes_the_policy_that_is_asked_for_or_the_fastest(command: Command) -> None:
     search = ("search", *NETWORK, "--proposals", "20", "--no-confirm", "--json")
     plain = command(*search)
@@ -125,11 +161,12 @@ def test_weights_that_are_kept_in_shares_are_not_summed_in_slices(command: Comma
 
 
 def test_auto_tries_what_a_strategy_may_have() -> None:
-    """Slices wherever weights are whole between steps, late gathers wherever something is shared."""
+    """Slices wherever weights are whole between steps, late gathers wherever an update is shared."""
     for levels, tried in (
         ((), {Policy.FIFO, Policy.P3}),
         ((Sharding.NONE, Sharding.OPTIMIZER), {Policy.FIFO, Policy.TIC, Policy.P3}),
         ((Sharding.OPTIMIZER, Sharding.PARAMETERS), {Policy.FIFO, Policy.TIC}),
+        ((Sharding.NONE, Sharding.PARAMETERS), {Policy.FIFO}),
     ):
         assert {of.policy for of in candidates("auto", frozenset(levels))} == tried
         assert len(candidates("p3", frozenset(levels))) == (Sharding.PARAMETERS not in levels)

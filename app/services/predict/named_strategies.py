@@ -175,7 +175,8 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
             )
         record = ranked.strategy
     elif Path(reference).suffix == ".json" or os.path.isfile(reference):
-        return read_strategy(Path(reference), graph, count), "import"
+        strategy = read_strategy(Path(reference), graph, count)
+        return strategy.with_synchronization(strategy.synchronization), "import"
     else:
         record = store.strategy(reference)
     return strategy_of(record, graph, count), record.source

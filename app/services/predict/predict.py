@@ -40,6 +40,7 @@ from graph.canonical import canonical_json
 from graph.errors import UsageError
 from graph.schedule import GradientSums, Schedule
 from graph.strategy import Strategy, strategy_text
+from graph.synchronization import Synchronization
 from graph.topology import Processor, Topology
 from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
@@ -286,6 +287,18 @@ def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) ->
     """Resolve the costs of many calls, by device kind, at once: missing costs are then measured in one go."""
     for kind_name, wanted in calls.items():
         setting.table.costs(wanted, kind_name)
+
+
+def synchronized(strategy: Strategy, synchronization: Synchronization, progress: Progress) -> Strategy:
+    """Return a strategy with the policy that a user asked for; say so where it changes nothing."""
+    changed = strategy.with_synchronization(synchronization)
+    policy = changed.synchronization.policy
+    if policy is not synchronization.policy:
+        progress.say(
+            f"--policy {synchronization.policy}: orders gathers of weights whose update is shared, and none is; the "
+            f"step is that of {policy}"
+        )
+    return changed
 
 
 def executions_by_kind(setting: Setting, strategy: Strategy) -> dict[str, dict[LocalCall, int]]:

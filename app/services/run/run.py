@@ -28,7 +28,7 @@ from app.services.predict.all_reduces import all_reduce_choices, shown_all_reduc
 from app.services.predict.compiled_stretches import check_compiler, with_all_stretches
 from app.services.predict.micro_batch_report import micro_batch_report
 from app.services.predict.named_strategies import check_name, follows_graph, named_strategy
-from app.services.predict.predict import Setting, Target, find_target, predict, prepare
+from app.services.predict.predict import Setting, Target, find_target, predict, prepare, synchronized
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
 from app.services.run.micro_batches import divided, with_micro_batches
@@ -267,7 +267,7 @@ def run_on(
         strategy = divided(strategy, request)
         strategy = with_choice(model.graph, strategy, request.recompute)
         if request.synchronization is not None:
-            strategy = replace(strategy, synchronization=request.synchronization)
+            strategy = synchronized(strategy, request.synchronization, progress)
         if request.compile_stretches:
             strategy = with_all_stretches(model.graph, strategy, target.topology)
         if strategy.compiled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from app.db.store import Store
-from app.services.predict.predict import Setting
+from app.services.predict.predict import Setting, synchronized
 from app.services.progress import Progress
 from app.services.search.predictions import SearchPredictions
 from app.services.search.report import SearchReport
@@ -48,7 +48,7 @@ def with_policy(
     """Return the report with the best strategy's weights synchronized by a policy: `auto` takes the fastest predicted.
 
     Of `auto` the fastest baseline may become the best strategy, where it is faster so. p3 passes by strategies whose
-    weights are kept in shares, and of `auto` tic those that share nothing.
+    weights are kept in shares, and of `auto` tic those that share no update.
     """
     predictions = SearchPredictions(store, setting, plan)
     graph, count = setting.model.graph, len(setting.topology.devices)
@@ -61,9 +61,12 @@ def with_policy(
             for synchronization in candidates(policy, frozenset(strategy.sharding)):
                 if policy == AUTO and _updates(setting, strategy, synchronization) > MOST_UPDATES:
                     continue
-                predicted = predictions.predict(replace(strategy, synchronization=synchronization))
+                changed = synchronized(strategy, synchronization, progress)
+                if policy != AUTO and changed == strategy:
+                    return report
+                predicted = predictions.predict(changed)
                 if policy != AUTO or predicted.rank < best.rank:
-                    best, chosen = predicted, synchronization
+                    best, chosen = predicted, changed.synchronization
     if best is report.best:
         return report
     return replace(
@@ -89,5 +92,5 @@ def candidates(policy: str, levels: frozenset[Sharding]) -> list[Synchronization
         named = read_synchronization(policy, "--policy")
         return [named] if slices or named.policy is not Policy.P3 else []
     # TAC's order is TIC's where computations are in program order, and takes longer to find.
-    late = [Synchronization(Policy.TIC, size) for size in BUCKETS] if levels - {Sharding.NONE} else []
+    late = [Synchronization(Policy.TIC, size) for size in BUCKETS] if Sharding.OPTIMIZER in levels else []
     return [*(Synchronization(Policy.FIFO, size) for size in BUCKETS), *late, *slices]

@@ -260,6 +260,7 @@ def import_strategy(
                 graph, name, graph_id = imported.graph, imported.graph.name, None
         try:
             strategy = strategy_from_json(document, graph, MOST_DEVICES if devices is None else devices)
+            strategy = strategy.with_synchronization(strategy.synchronization)
         except RecursionError:
             raise StrategyError(
                 f"strategy file {file}: is nested too deeply, must be as exported; export it again"
