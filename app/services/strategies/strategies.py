@@ -24,7 +24,13 @@ from app.services.predict.micro_batch_report import micro_batch_report
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
 from app.services.stored import strategy_of
-from app.services.timeline.simulated_step import SimulatedStep, imported_graph, simulated_step
+from app.services.timeline.simulated_step import (
+    NEWEST,
+    SimulatedStep,
+    environment_of,
+    imported_graph,
+    simulated_step,
+)
 from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy, read_document, strategy_from_json, strategy_text
@@ -34,8 +40,6 @@ from search.simulate.scheduling import Scheduling
 
 MOST_DEVICES = 2**16
 """More than any topology has; a file that names a higher one is refused before anything is made of it."""
-
-NEWEST = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,13 +370,12 @@ def _shown(
         graph = graph or imported_graph(graph_record)
         strategy = strategy_of(record, graph)
     else:
-        environment = next((run.environment_id for run in runs), None) or _environment(store, setting)
         step = simulated_step(
             store,
             record,
             setting.topology_id,
             setting.training_id,
-            environment,
+            environment_of(store, record.id, setting.topology_id),
             setting.simulation.task_order,
             progress=progress,
             graph=graph,
@@ -421,12 +424,6 @@ def _micro_batch_size(
     if size is None and setting is not None:
         size = setting.batch_size // strategy.micro_batches.count
     return size
-
-
-def _environment(store: Store, setting: SimulationSetting) -> int | None:
-    """Return the environment that last ran anything on the setting's topology, or None: the newest costs of any."""
-    runs = store.executions(limit=NEWEST)
-    return next((run.environment_id for run in runs if run.topology_id == setting.topology_id), None)
 
 
 def _operator(operator: Operator, configuration: Configuration, cost: SimulatedCost | None) -> ShownOperator:

@@ -48,7 +48,8 @@ class Difference:
 class Attribution:
     """A step's error and its parts, the largest difference first; its scheduling, predicted and recorded.
 
-    recorded: None where the run did not record its communications.
+    recorded: None where the run did not record its communications. stored_s: the newest stored prediction of the step,
+    which costs of then may have made another; None where there is none.
     """
 
     execution_id: int
@@ -58,6 +59,7 @@ class Attribution:
     rows: tuple[Difference, ...]
     predicted: Scheduling
     recorded: RecordedScheduling | None
+    stored_s: float | None = None
 
     @property
     def by_kind(self) -> tuple[Difference, ...]:
@@ -75,13 +77,14 @@ class Attribution:
             "recorded_steps": self.recorded_steps,
             "predicted_s": self.predicted_s,
             "measured_s": self.measured_s,
+            "stored_prediction_s": self.stored_s,
             **scheduling_json(self.predicted, self.recorded),
             "kinds": [row.to_json() for row in self.by_kind],
             "rows": [row.to_json() for row in self.rows],
         }
 
 
-def attribute(simulation: Simulation, recording: Recording) -> Attribution:
+def attribute(simulation: Simulation, recording: Recording, stored_s: float | None = None) -> Attribution:
     """Return the attribution of the error of a simulated step, against recorded steps of the same strategy."""
     predicted = with_waits(simulation, simulated_timeline(simulation))
     steps = [_filled(step, len(predicted.devices)) for step in recording.steps]
@@ -99,6 +102,7 @@ def attribute(simulation: Simulation, recording: Recording) -> Attribution:
         rows=_sorted(Difference(*key, *both) for key, both in sums.items()),
         predicted=simulation.scheduling,
         recorded=recorded_scheduling(recording, simulation.tasks.topology),
+        stored_s=stored_s,
     )
 
 

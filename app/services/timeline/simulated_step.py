@@ -1,6 +1,7 @@
 """A stored strategy simulated again: its model imported, its topology and training as stored, costs of the database.
 
-Nothing is measured here and nothing is stored: what has no cost is estimated.
+Nothing is measured here and nothing is stored: what has no cost is estimated. Where the step differs from the newest
+prediction that is stored, because costs have changed since, that is said.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.db.failures import as_written
-from app.db.records import ExecutionRecord, GraphRecord, StrategyRecord, TaskOrder
+from app.db.records import ExecutionRecord, GraphRecord, SimulationRecord, StrategyRecord, TaskOrder
 from app.db.references import Referred, required
 from app.db.store import Store
 from app.services.costs.environments import say_used
@@ -35,12 +36,15 @@ if TYPE_CHECKING:
     from search.simulate.simulator import Simulation
 
 
+NEWEST = 1000
+
+
 @dataclass(frozen=True)
 class SimulatedStep:
     """A strategy on a topology under a training, and its simulation.
 
     links: what is known about communication. kept: the simulation of the same strategy with all activations kept; None
-    where none are made again.
+    where none are made again. stored_s: the step's newest stored prediction; None where there is none.
     """
 
     record: StrategyRecord
@@ -53,6 +57,7 @@ class SimulatedStep:
     training_id: int
     links: LinkCosts
     kept: Simulation | None = None
+    stored_s: float | None = None
 
 
 def step_of_execution(store: Store, execution: ExecutionRecord, progress: Progress) -> SimulatedStep:
@@ -71,8 +76,6 @@ def step_of_execution(store: Store, execution: ExecutionRecord, progress: Progre
 def step_of_strategy(store: Store, reference: str, topology: str | None, progress: Progress) -> SimulatedStep:
     """Return the newest simulated step of a strategy: an id or digest, on the topology of that name.
 
-    Costs are those of the environment that last ran anything on that topology, else the newest of any.
-
     Raises:
         UsageError: there is no such strategy, or it was never simulated on that topology.
     """
@@ -90,17 +93,27 @@ def step_of_strategy(store: Store, reference: str, topology: str | None, progres
             f"strategy {record.digest[:12]}: has no simulation on topology {topology or 'any'}, must have one; "
             f"it has on {simulated_on}"
         )
-    runs = store.executions(strategy_id=record.id)
-    environment = next((run.environment_id for run in runs if run.topology_id == chosen.topology_id), None)
     return simulated_step(
         store,
         record,
         chosen.topology_id,
         chosen.training_id,
-        environment,
+        environment_of(store, record.id, chosen.topology_id),
         chosen.task_order,
         progress=progress,
     )
+
+
+def environment_of(store: Store, strategy_id: int, topology_id: int) -> int | None:
+    """Return the environment that last ran a strategy on a topology, else anything there; None: nothing ever ran.
+
+    Of None the newest costs of any environment are taken.
+    """
+    for of_strategy in (strategy_id, None):
+        for run in store.executions(strategy_id=of_strategy, limit=NEWEST):
+            if run.topology_id == topology_id:
+                return run.environment_id
+    return None
 
 
 def imported_graph(record: GraphRecord) -> OperatorGraph:
@@ -132,7 +145,10 @@ def simulated_step(
     progress: Progress,
     graph: OperatorGraph | None = None,
 ) -> SimulatedStep:
-    """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
+    """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already.
+
+    progress: is told where no stored prediction has the same step.
+    """
     from search.simulate.simulator import simulate, simulate_tasks
     from search.simulate.steady_state import in_steady_state
     from search.simulate.task_graph import TaskGraphBuilder
@@ -160,8 +176,30 @@ def simulated_step(
         if strategy.recomputation:
             plain = replace(strategy, recomputation=())
             kept = simulate(graph, plain, topology, costs, training, links=links, order=order)
+    newest = next(
+        (
+            row
+            for row in store.simulations(strategy_id=record.id, limit=NEWEST)
+            if (row.topology_id, row.training_id, row.task_order) == (topology_id, training_id, order)
+        ),
+        None,
+    )
+    if newest is None or round(newest.step_time_s * 1e9) != simulation.step_time_ns:
+        progress.say(_anew(record, simulation.step_time_s, newest))
     return SimulatedStep(
-        record, graph, topology, training, strategy, simulation, topology_id, training_id, links, kept
+        record, graph, topology, training, strategy, simulation, topology_id, training_id, links, kept,
+        None if newest is None else newest.step_time_s,
+    )  # fmt: skip
+
+
+def _anew(record: StrategyRecord, step_s: float, newest: SimulationRecord | None) -> str:
+    """Return in a line that a step is none that is stored."""
+    stored = "no prediction of it is stored"
+    if newest is not None:
+        stored = f"that of {newest.created_at:%Y-%m-%d %H:%M} UTC is {newest.step_time_s * 1e3:.3f} ms"
+    return (
+        f"strategy {record.digest[:12]} is predicted anew, with the costs that are stored now: {step_s * 1e3:.3f} ms; "
+        f"{stored}, and the new one is not stored"
     )
 
 

@@ -48,6 +48,7 @@ class TraceReport:
             "execution": self.execution_id,
             "events": self.events,
             "simulated_step_time_s": self.step.simulation.step_time_s,
+            "stored_prediction_s": self.step.stored_s,
             "scheduling_efficiency": self.step.simulation.efficiency,
             "speedup_potential": self.step.simulation.speedup_potential,
             "attribution": None if self.attribution is None else self.attribution.to_json(),
@@ -72,7 +73,7 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
     with Store.open(database, to_read=True) as store:
         target = checked_target(request.output, store.database, "--output")
         step, recording = _find(store, request, progress)
-    attribution = None if recording is None else attribute(step.simulation, recording)
+    attribution = None if recording is None else attribute(step.simulation, recording, step.stored_s)
     document = chrome_trace(timelines_of(step, recording), _facts(step, recording))
     with replacing(target, "--output") as temporary:
         write_trace(document, temporary)
@@ -95,7 +96,8 @@ def attribution_of(execution_id: int, database: str | None, progress: Progress) 
     with Store.open(database, to_read=True) as store:
         execution = store.execution(execution_id)
         recording = read_recording(store, execution)
-        return attribute(step_of_execution(store, execution, progress).simulation, recording)
+        step = step_of_execution(store, execution, progress)
+        return attribute(step.simulation, recording, step.stored_s)
 
 
 def _find(store: Store, request: TraceRequest, progress: Progress) -> tuple[SimulatedStep, Recording | None]:

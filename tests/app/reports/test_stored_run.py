@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import statistics
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,47 @@ def test_compare_attributes_the_error_as_trace_does(run: Command, tmp_path: Path
     traced = run("trace", "--execution", "1", "--output", str(tmp_path / "t.json"), "--json")
     assert compared.document == traced.document["attribution"]
     assert "largest differences" in run("compare", "--execution", "1").output
+
+
+def test_a_step_that_is_predicted_anew_says_so(
+    stored: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where costs have changed, or no prediction is stored; and what is predicted so is not stored."""
+    copy = tmp_path / "copy.sqlite"
+    shutil.copy(stored, copy)
+    shutil.copytree(stored.with_suffix(".traces"), copy.with_suffix(".traces"))
+    monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{copy}")
+    trace = ("trace", "--execution", "1", "--output", str(tmp_path / "t.json"))
+    strategy = command("query", "SELECT strategy_id AS id FROM executions WHERE id = 1", "--json")
+    number = str(strategy.document[0]["id"])
+    asked = (trace, ("compare", "--execution", "1"), ("strategy", "show", number))
+    simulations = ("query", "SELECT * FROM simulations ORDER BY id", "--json")
+    before = command(*simulations).document
+    for words in asked:
+        assert "anew" not in command(*words).errors
+    fits = command(*trace, "--json").document
+    assert fits["stored_prediction_s"] == fits["simulated_step_time_s"]
+
+    def change(statement: str) -> None:
+        with sqlite3.connect(copy) as connection:
+            connection.execute(statement)
+        connection.close()
+
+    change("UPDATE op_costs SET median_s = 3 * median_s, p10_s = 3 * p10_s")
+    for words in asked:
+        outcome = command(*words)
+        assert outcome.code == 0, outcome
+        (line,) = [line for line in outcome.errors.splitlines() if "anew" in line]
+        assert "is predicted anew, with the costs that are stored now: " in line
+        assert line.endswith(
+            f" is {fits['simulated_step_time_s'] * 1e3:.3f} ms, and the new one is not stored"
+        )
+    anew = command(*trace, "--json").document
+    assert anew["stored_prediction_s"] == fits["stored_prediction_s"] != anew["simulated_step_time_s"]
+    assert command(*simulations).document == before
+    change(f"DELETE FROM simulations WHERE strategy_id = {number}")
+    assert "; no prediction of it is stored, and the new one is not stored\n" in command(*trace).errors
+    assert command(*trace, "--json").document["stored_prediction_s"] is None
 
 
 def test_scheduling_stands_beside_simulated_and_recorded_steps(run: Command) -> None:
