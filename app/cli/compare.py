@@ -121,9 +121,10 @@ def _print_rows(
 ) -> None:
     # A table for each graph, topology and training: one table of all would be wider than terminals.
     has_parts = any((row.micro_batches or 1) > 1 for row in rows)
-    for title, alike in groupby(
+    for title, group in groupby(
         rows, lambda row: _title(row, graphs[row.graph_id], topologies[row.topology_id])
     ):
+        alike = list(group)
         print_table(
             [
                 "strategy",
@@ -154,6 +155,7 @@ def _print_rows(
             ],
             title=title,
         )
+        _print_scheduling(alike)
     restless = [row for row in rows if row.is_restless]
     if restless:
         print_table(
@@ -185,8 +187,24 @@ def _print_rows(
         "measured: median step of the newest run; noise: what repeating moves it by;",
         "error: (predicted - measured) / measured; samples/s and speedup: predicted / measured;",
         f"speedup is over data parallelism {'in as many micro-batches, ' if has_parts else ''}on the same model, "
-        "topology and training.",
+        "topology and training;",
+        "E and S: scheduling efficiency and speed-up potential (TicTac), predicted / of the run's recorded steps.",
     )
+
+
+def _print_scheduling(rows: Sequence[ComparisonRow]) -> None:
+    """Print E and S in a table of their own, where any are stored: that of times is as wide as a terminal."""
+    cells = [
+        [
+            row.strategy[:12],
+            _both(row.predicted_scheduling_efficiency, row.recorded_scheduling_efficiency),
+            _both(row.predicted_speedup_potential, row.recorded_speedup_potential),
+        ]
+        for row in rows
+    ]
+    stored = [row for row in cells if row[1:] != [_both(None, None)] * 2]
+    if stored:
+        print_table(["strategy", "E", "S"], stored)
 
 
 def _title(row: ComparisonRow, graph: str, topology: str) -> str:

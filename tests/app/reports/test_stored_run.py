@@ -156,6 +156,12 @@ def test_scheduling_stands_beside_simulated_and_recorded_steps(run: Command) -> 
     for key in keys:
         assert compared[f"recorded_{key}"] == pytest.approx(found[f"recorded_{key}"])
         assert compared[f"predicted_{key}"] == pytest.approx(found[key])
+    table = run("compare").output
+    assert "┃ strategy     ┃ E " in table
+    for key in keys:
+        assert f"{compared[f'predicted_{key}']:.2f} / {compared[f'recorded_{key}']:.2f}" in table
+    (alone,) = [row for row in rows if row["source"] == "single-device"]
+    assert f"{alone['predicted_scheduling_efficiency']:.2f} / -" in table
     steps = run("query", "FROM recorded_steps", "--format", "json").document
     assert len(steps) == found["recorded_steps"]
     for key in keys:
