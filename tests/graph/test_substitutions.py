@@ -15,23 +15,27 @@ from scripts.substitutions.proofs import prove, reachable
 from scripts.substitutions.properties import PROPERTIES
 from scripts.substitutions.pruning import Candidate, canonical, read_candidate
 from scripts.substitutions.terms import conditions, variables
+from tests.quick import seeds
 from tests.reference.substitutions import agree
 
 RULES = load_rules()
 SLICES = 8
 
 
+# Sizes of the degrees k and m; whatever the extents are, they divide them.
+DEGREES = ((2, 3), (3, 2), (4, 2), (1, 5))
+
+
+@pytest.mark.parametrize("draw", seeds(1, 4))
 @pytest.mark.parametrize("part", range(SLICES))
-def test_both_sides_of_every_rule_agree_forward_and_backward(part: int) -> None:
+def test_both_sides_of_every_rule_agree_forward_and_backward(part: int, draw: int) -> None:
+    """On integers and on floats, of extents and degrees of two draws a rule."""
     for number, rule in enumerate(RULES[part::SLICES]):
-        degrees = (
-            ({"k": 2, "m": 3}, {"k": 3, "m": 2})[number % 2]
-            if "m" in _degrees(rule)
-            else {"k": 2 + number % 2}
-        )
-        assert agree(rule.source, rule.target, rule.types, degrees, number, whole=True), rule
-        degrees = {name: 5 - size for name, size in degrees.items()}
-        assert agree(rule.source, rule.target, rule.types, degrees, number + 1, whole=False), rule
+        for place, whole in enumerate((True, False)):
+            k, m = DEGREES[(number + place + 2 * draw) % (2 if draw == 0 else len(DEGREES))]
+            degrees = {"k": k, "m": m} if "m" in _degrees(rule) else {"k": k}
+            seed = number + place + 1000 * draw
+            assert agree(rule.source, rule.target, rule.types, degrees, seed, whole=whole), rule
 
 
 def _degrees(rule: Rule) -> set[object]:
