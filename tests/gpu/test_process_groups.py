@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -59,6 +61,37 @@ def _sum_of_ranks(rank: int, count: int) -> float:
 
 def test_a_leaders_thread_communicates_from_its_ranks_gpu() -> None:
     assert run_ranks(_in_a_thread) == [("work", 1.0)] * 2
+
+
+def _gathered(planted: str | None, rank: int, count: int, meeting: str) -> Any:
+    """Gather in the thread that joins, then in that of the work; threads of a `planted` module set no GPU."""
+    import torch.distributed as dist
+
+    from runtime.launch.rank_leader import LaunchedRanks
+    from runtime.ranks.ranks import gather_everywhere
+
+    if planted is not None:
+        module: Any = import_module(planted)
+        module.communicate_from = lambda _device: None
+    store = dist.FileStore(meeting, count)  # type: ignore[attr-defined]
+    launched = LaunchedRanks(store, rank, count, f"cuda:{rank}", 30.0)
+    return gather_everywhere(rank), launched.execute(lambda: gather_everywhere(rank))
+
+
+def test_each_thread_of_a_rank_communicates_from_its_gpu() -> None:
+    assert run_ranks(partial(_gathered, None)) == [([0, 1], [0, 1])] * 2
+
+
+@pytest.mark.parametrize(
+    ("planted", "error"),
+    [
+        ("profiler.process_groups", "AssertionError"),
+        ("runtime.launch.rank_leader", "graph.errors.RankFailure: rank [01]: AssertionError"),
+    ],
+)
+def test_a_planted_thread_that_communicates_but_sets_no_gpu_is_refused(planted: str, error: str) -> None:
+    with pytest.raises(RankError, match=f"\n{error}: a thread communicates that has set no GPU"):
+        run_ranks(partial(_gathered, planted))
 
 
 def _lost_peer(rank: int, count: int, meeting: str) -> str:
