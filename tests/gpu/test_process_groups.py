@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 from importlib import import_module
@@ -132,6 +133,22 @@ def _many_groups(rank: int, count: int, meeting: str) -> str:
 
 def test_more_groups_than_nccl_has_room_for_are_refused_by_all_ranks() -> None:
     assert len(set(run_ranks(_many_groups, 3))) == 1
+
+
+def _without_launch_order(rank: int, count: int, meeting: str) -> None:
+    from profiler import process_groups
+    from runtime.communication import make_groups
+
+    process_groups.NCCL_VARIABLES = {}
+    os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
+    _joined(rank, count, meeting)
+    make_groups([(0, 1, 2)], 30.0)  # the communicator of all ranks
+    make_groups([(0, 1)], 30.0)
+
+
+def test_planted_communicators_that_nccl_may_start_in_any_order_are_refused() -> None:
+    with pytest.raises(RankError, match="several communicators without NCCL_LAUNCH_ORDER_IMPLICIT=1"):
+        run_ranks(_without_launch_order, 3)
 
 
 def _careless(rank: int, count: int, meeting: str) -> None:
