@@ -422,11 +422,13 @@ def make_groups(
         with naming_lost_peers(dist.get_rank()):
             _messages = new_process_group(range(dist.get_world_size()), timeout_s)
     missing = [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1 and ranks not in _groups]
-    if len(_groups) + len(missing) > MOST_COMMUNICATORS and dist.get_backend() == "nccl":
+    missing_returning = [ranks for ranks in dict.fromkeys(returning) if ranks not in _returning]
+    count = len(_groups) + len(missing) + len(_returning) + len(missing_returning)
+    if count > MOST_COMMUNICATORS and dist.get_backend() == "nccl":
         raise RuntimeFailure(
-            f"process groups: {len(_groups) + len(missing)} groups of ranks communicate, must be at most "
-            f"{MOST_COMMUNICATORS} over NCCL, where each takes memory of every GPU in it; choose a strategy that "
-            "splits operators over fewer sets of devices"
+            f"process groups: {count} groups of ranks communicate, must be at most {MOST_COMMUNICATORS} over NCCL, "
+            "where each takes memory of every GPU in it; choose a strategy that splits operators over fewer sets of "
+            "devices"
         )
     for ranks in missing:
         if ranks == tuple(range(dist.get_world_size())):
@@ -434,10 +436,9 @@ def make_groups(
         else:
             with naming_lost_peers(dist.get_rank()):
                 _groups[ranks] = new_process_group(ranks, timeout_s)
-    for ranks in returning:
-        if ranks not in _returning:
-            with naming_lost_peers(dist.get_rank()):
-                _returning[ranks] = new_process_group(ranks, timeout_s)
+    for ranks in missing_returning:
+        with naming_lost_peers(dist.get_rank()):
+            _returning[ranks] = new_process_group(ranks, timeout_s)
 
 
 def forget_groups() -> None:
