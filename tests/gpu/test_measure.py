@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
+from profiler import measure
 from profiler.devices import available_devices
 from profiler.measure import Measurement, MeasureOptions, measure_call
-from profiler.timers import CudaTimer
+from profiler.timers import CudaTimer, Elapsed, Work, synchronize
 from tests.gpu.virtual_device import CLOCK_HZ, QUEUE_LENGTH, Virtual
 from tests.profiler.examples import matrix_product, rectifier
 
@@ -28,6 +31,60 @@ def test_the_time_of_an_operator_is_the_device_s_whatever_the_host_takes(
     forward, backward = _measured(matrix_product(64, 32, 16))
     assert forward.median_s == pytest.approx(kernel_s, rel=0.02)
     assert backward.median_s == pytest.approx(2 * kernel_s, rel=0.02)  # two products
+
+
+class _NeverAsleep(CudaTimer):
+    """Events around work that is issued to an idle device: the first of them fires at once."""
+
+    @property
+    def waits(self) -> bool:
+        return True
+
+
+class _OfTheHost(CudaTimer):
+    """The host's clock around the issuing of work, for which it does not wait."""
+
+    def time(self, *stretches: Work, noted: Work = lambda: None) -> list[Elapsed]:
+        noted()
+        return [self._elapsed(work) for work in stretches]
+
+    def _elapsed(self, work: Work) -> Elapsed:
+        began_s = time.perf_counter()
+        work()
+        return Elapsed(time.perf_counter() - began_s, 0.0)
+
+
+class _OfTheWaitingHost(_OfTheHost):
+    """The host's clock around work for which it waits."""
+
+    def _elapsed(self, work: Work) -> Elapsed:
+        def waited_for() -> None:
+            work()
+            synchronize(self.device)
+
+        synchronize(self.device)
+        return super()._elapsed(waited_for)
+
+
+@pytest.mark.parametrize(
+    ("planted", "kernel_s", "read_s"),
+    [
+        (_NeverAsleep, 5e-6, 30e-6),
+        (_OfTheHost, 5e-6, 30e-6),
+        (_OfTheHost, 4e-3, 30e-6),
+        (_OfTheWaitingHost, 5e-6, 35e-6),
+    ],
+)
+def test_a_planted_clock_without_a_sleep_reads_the_host_s_time(
+    gpus: Virtual, monkeypatch: pytest.MonkeyPatch, planted: type[CudaTimer], kernel_s: float, read_s: float
+) -> None:
+    gpus.speeds.kernel_s = kernel_s
+    call = matrix_product(64, 32, 16)
+    (forward, _) = _measured(call)
+    assert forward.median_s == pytest.approx(kernel_s, rel=0.02)
+    monkeypatch.setattr(measure, "timer_for", lambda name, **_: planted(torch.device(name)))
+    (forward, _) = _measured(call)
+    assert forward.median_s == pytest.approx(read_s, rel=0.02)
 
 
 @pytest.mark.parametrize("event_s", [0.0, 6e-6])
