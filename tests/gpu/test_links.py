@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,15 +13,17 @@ import torch
 import torch.distributed as dist
 
 from app.services.costs.exchange_overhead import overhead_jobs
-from profiler.contention import measure_overlaps
+from profiler import contention
+from profiler.contention import OverlapSizes, measure_overlaps
 from profiler.devices import PhysicalDevice, available_devices
 from profiler.link_patterns import Pattern
-from profiler.link_worker import Exercise
+from profiler.link_worker import Exercise, ProbeRank
 from profiler.link_worker import probe as send_probe
 from profiler.links import (
     MESSAGES_AT_ONCE,
     LinkOptions,
     LinkProbe,
+    contention_factor,
     groups_to_measure,
     pairs_to_measure,
     probe_links,
@@ -28,6 +31,7 @@ from profiler.links import (
 from profiler.process_groups import join_process_group
 from profiler.rank_clock import RankClock
 from tests.gpu.conftest import forget_devices
+from tests.gpu.planted_clocks import NeverAsleep
 from tests.gpu.ranks import run_ranks
 from tests.gpu.virtual_device import Speeds
 from tests.gpu.virtual_torch import virtual_gpus
@@ -177,3 +181,56 @@ def test_that_a_host_is_late_is_in_no_rank_s_time(speeds: Callable[[Speeds], Non
     speeds(SPEEDS)
     for times in run_ranks(_late):
         assert times == pytest.approx([SPEEDS.message_s] * 3, rel=0.02)
+
+
+def _joined_without_a_sleep(rank: int, count: int, meeting: str) -> tuple[RankClock, RankClock]:
+    """Return a rank's clock and a planted one."""
+    clock = _joined(rank, count, meeting)
+    planted = RankClock(clock.device)
+    planted._timer = NeverAsleep(torch.device(clock.device.torch_name))  # type: ignore[assignment]
+    return clock, planted
+
+
+def _times_by_both(rank: int, count: int, meeting: str) -> list[dict[Pattern, float]]:
+    plan = LinkOptions((KIB,), (KIB,), ()).plan(rank, count, ((0, 1),), ((0, 1),))
+    medians = []
+    for clock in _joined_without_a_sleep(rank, count, meeting):
+        probe = ProbeRank(clock.device, plan)
+        probe.clock = clock
+        probe._measure_pair((0, 1))
+        probe.measure_collectives()
+        times = probe.report.times_s.items()
+        medians.append({pattern: statistics.median(seconds) for (pattern, _, _), seconds in times})
+    return medians
+
+
+def test_a_planted_clock_without_a_sleep_reads_the_host_s_time_in_messages(
+    speeds: Callable[[Speeds], None],
+) -> None:
+    speeds(SPEEDS)
+    message_s = SPEEDS.message_s + KIB / SPEEDS.message_bytes_per_s
+    told_s = {"p2p": message_s + 2 * SPEEDS.kernel_s, "all_reduce": message_s + SPEEDS.kernel_s}
+    for read_s, planted_s in run_ranks(_times_by_both):
+        assert read_s == pytest.approx(told_s, rel=0.02)
+        assert all(planted_s[pattern] > 2 * seconds for pattern, seconds in told_s.items())
+
+
+def _factors_by_both(rank: int, count: int, meeting: str) -> list[list[float]]:
+    contention.OF_GPUS = OverlapSizes(matrix_size=64, compute_s=2e-3, size_bytes=MIB, buffers=4)
+    overlaps = [
+        measure_overlaps(clock, rank, count, 1) for clock in _joined_without_a_sleep(rank, count, meeting)
+    ]
+    return [
+        [contention_factor(rounds) * MESSAGES_AT_ONCE for rounds in of_clock.values()]
+        for of_clock in overlaps
+    ]
+
+
+def test_a_planted_clock_without_a_sleep_takes_the_issuing_of_messages_for_contention(
+    speeds: Callable[[Speeds], None],
+) -> None:
+    lost = 0.1
+    speeds(replace(SPEEDS, contention=lost))
+    for factors, planted in run_ranks(_factors_by_both):
+        assert factors == pytest.approx([lost] * 4, rel=0.02)
+        assert all(factor > 5 * lost for factor in planted)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from profiler import measure
 from profiler.devices import available_devices
 from profiler.measure import Measurement, MeasureOptions, measure_call
-from profiler.timers import CudaTimer, Elapsed, Work, synchronize
+from profiler.timers import CudaTimer
+from tests.gpu.planted_clocks import NeverAsleep, OfTheHost, OfTheWaitingHost
 from tests.gpu.virtual_device import CLOCK_HZ, QUEUE_LENGTH, Virtual
 from tests.profiler.examples import matrix_product, rectifier
 
@@ -33,46 +32,13 @@ def test_the_time_of_an_operator_is_the_device_s_whatever_the_host_takes(
     assert backward.median_s == pytest.approx(2 * kernel_s, rel=0.02)  # two products
 
 
-class _NeverAsleep(CudaTimer):
-    """Events around work that is issued to an idle device: the first of them fires at once."""
-
-    @property
-    def waits(self) -> bool:
-        return True
-
-
-class _OfTheHost(CudaTimer):
-    """The host's clock around the issuing of work, for which it does not wait."""
-
-    def time(self, *stretches: Work, noted: Work = lambda: None) -> list[Elapsed]:
-        noted()
-        return [self._elapsed(work) for work in stretches]
-
-    def _elapsed(self, work: Work) -> Elapsed:
-        began_s = time.perf_counter()
-        work()
-        return Elapsed(time.perf_counter() - began_s, 0.0)
-
-
-class _OfTheWaitingHost(_OfTheHost):
-    """The host's clock around work for which it waits."""
-
-    def _elapsed(self, work: Work) -> Elapsed:
-        def waited_for() -> None:
-            work()
-            synchronize(self.device)
-
-        synchronize(self.device)
-        return super()._elapsed(waited_for)
-
-
 @pytest.mark.parametrize(
     ("planted", "kernel_s", "read_s"),
     [
-        (_NeverAsleep, 5e-6, 30e-6),
-        (_OfTheHost, 5e-6, 30e-6),
-        (_OfTheHost, 4e-3, 30e-6),
-        (_OfTheWaitingHost, 5e-6, 35e-6),
+        (NeverAsleep, 5e-6, 30e-6),
+        (OfTheHost, 5e-6, 30e-6),
+        (OfTheHost, 4e-3, 30e-6),
+        (OfTheWaitingHost, 5e-6, 35e-6),
     ],
 )
 def test_a_planted_clock_without_a_sleep_reads_the_host_s_time(
