@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[forkserve
         **child_variables(),
     }
     started = forkserver.ForkServer()
-    started.set_forkserver_preload([*PRELOADED, "tests.gpu.ranks"])
+    started.set_forkserver_preload([*PRELOADED, "tests.gpu.ranks", "tests.gpu.preloaded"])
     with started_with(variables):
         started.ensure_running()
     yield started, file

@@ -16,7 +16,7 @@ from app.services.costs.exchange_overhead import overhead_jobs
 from profiler import contention
 from profiler.contention import OverlapSizes, measure_overlaps
 from profiler.devices import PhysicalDevice, available_devices
-from profiler.link_patterns import Pattern
+from profiler.link_patterns import Participant, Pattern
 from profiler.link_worker import Exercise, ProbeRank
 from profiler.link_worker import probe as send_probe
 from profiler.links import (
@@ -113,6 +113,32 @@ def test_a_probe_of_many_pairs_and_groups_may_take_longer() -> None:
     )
     assert two == options.limit_s
     assert eight > 10 * two
+
+
+def _times_by_size(rank: int, count: int, meeting: str) -> dict[Pattern, dict[int, float]]:
+    clock, options = _joined(rank, count, meeting), LinkOptions()
+    gpus = available_devices("cuda")
+    plan = options.plan(rank, count, ((0, 1),), ((0, 1),))
+    # As long as a size may take where eight GPUs are measured.
+    eight = options.plan(0, len(gpus), pairs_to_measure(gpus), groups_to_measure(gpus))
+    probe = ProbeRank(clock.device, replace(plan, large_s=eight.large_s))
+    probe._measure_pair((0, 1))
+    probe._measure_patterns(("all_reduce",), Participant(rank, (0, 1), None, clock.device.torch_name))
+    times: dict[Pattern, dict[int, float]] = {"p2p": {}, "all_reduce": {}}
+    for (pattern, _, size), seconds in probe.report.times_s.items():
+        times[pattern][size] = statistics.median(seconds)
+    return times
+
+
+def test_messages_to_256_mib_and_all_reduces_to_1_gib_are_measured(speeds: Callable[[Speeds], None]) -> None:
+    speeds(replace(SPEEDS, message_bytes_per_s=25e9))
+    for times in run_ranks(_times_by_size):
+        for pattern, largest, kernels in (("p2p", 256 * MIB, 2), ("all_reduce", GIB, 1)):
+            assert max(times[pattern]) == largest
+            told_s = {
+                size: SPEEDS.message_s + size / 25e9 + kernels * SPEEDS.kernel_s for size in times[pattern]
+            }
+            assert times[pattern] == pytest.approx(told_s, rel=0.02)
 
 
 def _left(rank: int, count: int, meeting: str) -> list[str]:

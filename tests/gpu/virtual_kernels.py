@@ -6,6 +6,7 @@ What a GPU refuses is refused: tensors of several devices in one operator, and o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ _READ_BY_HOST = frozenset(
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh"})
 
 
+# They make tensors of given sizes.
+_MADE = frozenset({"zeros", "ones", "full", "rand", "randn"})
 # Their indexes may be on the host.
 _ANY_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 
@@ -65,7 +68,8 @@ class Kernels(TorchDispatchMode):
         if indexes:
             _check_has_kernel(func)
             check_preconditions(name, func, args, kwargs)
-        if index is not None and sum(tensor.numel() for tensor in tensors) > virtual.speeds.most_computed:
+        elements = _made_elements(name, args, kwargs) + sum(tensor.numel() for tensor in tensors)
+        if index is not None and elements > virtual.speeds.most_computed:
             result = _without_computing(func, args, kwargs)
         else:
             result = CUDA_ONLY.get(name, func)(*args, **kwargs)
@@ -112,6 +116,12 @@ def _check_has_kernel(func: Any) -> None:
     name = ".".join(filter(None, (schema.name.partition("::")[2], schema.overload_name)))
     if func.namespace == "aten" and not has_cuda_kernel(name):
         raise NotImplementedError(f"Could not run 'aten::{name}' with arguments from the 'CUDA' backend")
+
+
+def _made_elements(name: str, args: Any, kwargs: Any) -> int:
+    """Return how many numbers an operator without operands makes, where they are no indexes."""
+    dtype = kwargs.get("dtype")
+    return math.prod(args[0]) if name in _MADE and (dtype is None or dtype.is_floating_point) else 0
 
 
 def _has_mask(indexes: Any) -> bool:
