@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, cycle, repeat
+
 import pytest
 import torch
 
-from profiler import measure
+from profiler import clocks, measure
 from profiler.devices import available_devices
 from profiler.measure import Measurement, MeasureOptions, measure_call
 from profiler.timers import CudaTimer
@@ -96,6 +99,50 @@ def test_the_clock_of_a_measurement_is_that_under_load(gpus: Virtual) -> None:
     forward, _ = _measured(rectifier(1000))
     assert forward.clock_hz == pytest.approx(CLOCK_HZ)
     assert forward.throttle == ""
+
+
+def _clock_of_shares(gpus: Virtual, monkeypatch: pytest.MonkeyPatch, shares: Iterator[float]) -> list[float]:
+    """Let the clock have another share of itself at each sample, and kernels take so much longer.
+
+    Returns the readings of a clock that works, in Hz, as they are made.
+    """
+    kernel_s, library, readings = gpus.speeds.kernel_s, clocks._nvml(), list[float]()
+    idle = library.nvmlDeviceGetClockInfo
+
+    def read(handle: int, kind: int) -> float:
+        if gpus.stream(handle).free_s <= gpus.now_s:
+            return float(idle(handle, kind))
+        readings.append(CLOCK_HZ * (kernel_s / gpus.speeds.kernel_s))
+        gpus.speeds.kernel_s = kernel_s / next(shares)
+        return readings[-1] / 1e6
+
+    gpus.speeds.kernel_s = kernel_s / next(shares)
+    monkeypatch.setattr(library, "nvmlDeviceGetClockInfo", read)
+    return readings
+
+
+# Of the first of five samples.
+@pytest.mark.parametrize(("share", "is_repeated"), [(0.96, True), (0.98, False)])
+def test_samples_are_taken_again_where_the_clock_differed_by_more_than_3_percent(
+    gpus: Virtual, monkeypatch: pytest.MonkeyPatch, share: float, *, is_repeated: bool
+) -> None:
+    gpus.speeds.kernel_s = 200e-6
+    readings = _clock_of_shares(gpus, monkeypatch, chain([share], repeat(1.0)))
+    forward, _ = _measured(rectifier(1000))
+    assert len(readings) == (10 if is_repeated else 5)
+    first_s = 200e-6 if is_repeated else 200e-6 / share
+    assert forward.samples_s == pytest.approx([first_s, *[200e-6] * 4])
+    assert forward.clock_hz == pytest.approx(CLOCK_HZ)
+
+
+def test_samples_of_a_clock_that_never_rests_are_taken_three_times(
+    gpus: Virtual, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.speeds.kernel_s = 200e-6
+    readings = _clock_of_shares(gpus, monkeypatch, cycle([0.9, 1.0]))
+    forward, _ = _measured(rectifier(1000))
+    assert len(readings) == 15
+    assert forward.samples_s == pytest.approx([200e-6 * CLOCK_HZ / hz for hz in readings[-5:]])
 
 
 def test_operands_that_a_gpu_refuses_are_refused(gpus: Virtual) -> None:
