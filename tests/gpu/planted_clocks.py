@@ -1,4 +1,4 @@
-"""Clocks as Soapstone must not have them on GPUs, for tests that plant them: what they read is the host's time."""
+"""Clocks as Soapstone must not have them on GPUs, for tests that plant them: they read the host's time."""
 
 from __future__ import annotations
 

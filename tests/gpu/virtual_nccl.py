@@ -32,7 +32,7 @@ _torch: dict[str, Callable[..., Any]] = {}
 
 @dataclass
 class Communicator:
-    """A group of ranks on NCCL. `issued` is what this rank issued on it, in order."""
+    """A group of ranks on NCCL. `pending`: works whose ends are not known yet, in order."""
 
     group: Any
     members: tuple[int, ...]
