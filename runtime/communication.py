@@ -426,9 +426,9 @@ def make_groups(
     count = len(_groups) + len(missing) + len(_returning) + len(missing_returning)
     if count > MOST_COMMUNICATORS and dist.get_backend() == "nccl":
         raise RuntimeFailure(
-            f"process groups: {count} groups of ranks communicate, must be at most {MOST_COMMUNICATORS} over NCCL, "
-            "where each takes memory of every GPU in it; choose a strategy that splits operators over fewer sets of "
-            "devices"
+            f"process groups: {count} groups of ranks communicate, must be at most {MOST_COMMUNICATORS} over "
+            "NCCL, where each takes memory of every GPU in it; choose a strategy that splits operators over "
+            "fewer sets of devices"
         )
     for ranks in missing:
         if ranks == tuple(range(dist.get_world_size())):
