@@ -30,7 +30,7 @@ from search.algorithms.rewritings import Rewriting, Rewritings, RewrittenGraph
 from search.orders import Order
 from search.outcome import Outcome
 from search.parallel.gc_pause import frozen_heap
-from search.space.baselines import data_parallel, single_device
+from search.space.baselines import FEW_DEVICES, single_device, usual_baselines
 from search.space.carried import carried
 
 # The most rewritings that backtracking evaluates before the walk.
@@ -73,10 +73,10 @@ class RewritingCosts:
     """What rewritings cost: the simulated step of the best of some strategies for the graph that each makes.
 
     Those are known strategies, each for the graph of its rewriting, and that of OptCNN's dynamic program for the graph
-    as imported, of at most `MOST_TABULATED` pairs, all carried over; data parallelism; one device. The program's cost
-    is additive; the simulator knows what overlaps, and has the last word. `best`: of those asked for so far, the best
-    strategy and its outcome. `best_alone`: the rewriting that is best on one device. After the deadline, of
-    `time.monotonic`, no more moves are tried for it, and no dynamic program is begun.
+    as imported, of at most `MOST_TABULATED` pairs, all carried over; data parallelism; on few devices the expert's; one
+    device. The program's cost is additive; the simulator knows what overlaps, and has the last word. `best`: of those
+    asked for so far, the best strategy and its outcome. `best_alone`: the rewriting that is best on one device. After
+    the deadline, of `time.monotonic`, no more moves are tried for it, and no dynamic program is begun.
 
     Raises:
         StrategyError: the moves of a known strategy's rewriting exclude each other.
@@ -120,10 +120,12 @@ class RewritingCosts:
         if rewritten is None:
             return float("inf")
         graph = rewritten.graph
+        count = rewritten.problem.device_count
+        # On many devices an expert's layers, each over all of them, take hundreds of times as long to be simulated.
+        left_out = "expert" if count > FEW_DEVICES else ""
         strategies = [
             *(carried(strategy, of, graph) for strategy, of in self._known),
-            data_parallel(graph, rewritten.problem.device_count),
-            single_device(graph),
+            *(one.strategy for one in usual_baselines(graph, count) if one.name != left_out),
         ]
         outcomes = [rewritten.outcome(strategy, self._order) for strategy in strategies]
         outcome = min(outcomes)

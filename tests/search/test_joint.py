@@ -31,7 +31,7 @@ from search.cost.link_costs import LinkCosts
 from search.orders import Order
 from search.outcome import Outcome
 from search.problem import Problem
-from search.space.baselines import data_parallel, single_device
+from search.space.baselines import data_parallel, single_device, usual_baselines
 from tests.quick import few, seeds
 from tests.search.builders import MadeUpCosts, devices
 from tests.search.small import MOST_OPERATORS, brute_force
@@ -330,6 +330,33 @@ def test_an_interrupt_keeps_the_best_so_far_and_a_time_limit_what_it_began_with(
     late = search_jointly(of, (known,), SearchOptions(proposals=10_000, time_limit_s=0.0))
     assert (late.interrupted, late.proposals, len(late.evaluated)) == (False, 0, 1)
     assert late.step_time_s <= known_s
+
+
+class Classifier(torch.nn.Module):
+    """A layer of many classes, and their cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.classes = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4096)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.classes(torch.relu(self.first(x))), targets)
+
+
+def test_a_set_costs_no_more_than_the_experts_strategy_for_its_graph() -> None:
+    """Of a loss that a substitution lets split by classes that is better than data parallelism, before any walk."""
+    inputs = (torch.randn(4, 4), torch.randint(4096, (4,)))
+    imported = import_module(Classifier(), inputs, {}, name="classifier")
+    of = rewritings(problem_of_graph(imported, 0))
+    assert of.count == 1
+    split = of.graph((0,))
+    assert split is not None
+    data_parallel_s, expert_s, single_s = (
+        split.outcome(one.strategy, "program").seconds for one in usual_baselines(split.graph, 2)
+    )
+    assert expert_s < data_parallel_s < single_s
+    # Without time for OptCNN's program.
+    assert RewritingCosts(of, "program", deadline=0.0).seconds((0,)) == expert_s
 
 
 def test_moves_that_exclude_each_other_are_never_together() -> None:
