@@ -253,6 +253,12 @@ COMPOSED: tuple[tuple[str, str, dict[str, str]], ...] = (
         {"x": "a,c", "w": "c,o", "v": "c,p", "b": "o", "d": "p"},
     ),
     (
+        "add_along[1](conv(x, w), b) ; add_along[1](conv(x, u), d)",
+        "split[1,0,o](add_along[1](conv(x, concat[0](w, u)), concat[0](b, d))) ; "
+        "split[1,1,o](add_along[1](conv(x, concat[0](w, u)), concat[0](b, d)))",
+        {"x": "n,c,h,v", "w": "o,c,r,t", "u": "p,c,r,t", "b": "o", "d": "p"},
+    ),
+    (
         "multiply_along[1](conv(x, w), g)",
         "conv(x, multiply_along[0](w, g))",
         {"x": "n,c,h,v", "w": "o,c,r,t", "g": "o"},

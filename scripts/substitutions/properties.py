@@ -73,6 +73,9 @@ _EQUATIONS: dict[str, str] = {
     "add_bias of joined columns": (
         "add_bias(concat[1](x, y), concat[0](b, d)) = concat[1](add_bias(x, b), add_bias(y, d))"
     ),
+    "add_along of joined channels": (
+        "add_along[1](concat[1](x, y), concat[0](b, e)) = concat[1](add_along[1](x, b), add_along[1](y, e))"
+    ),
     "conv of joined images": "conv(concat[0](x, y), w) = concat[0](conv(x, w), conv(y, w))",
     "conv of joined kernels": "conv(x, concat[0](w, v)) = concat[1](conv(x, w), conv(x, v))",
     "conv of joined channels": "conv(concat[1](x, y), concat[1](w, v)) = add(conv(x, w), conv(y, v))",

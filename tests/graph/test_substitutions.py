@@ -105,6 +105,12 @@ NAMED = {
         "split[1,1,o](linear(x, concat[1](w, v), concat[0](b, d)))",
         {"x": "a,c", "w": "c,o", "v": "c,p", "b": "o", "d": "p"},
     ),
+    "merge of convolutions with bias": (
+        "add_along[1](conv(x, w), b) ; add_along[1](conv(x, u), d)",
+        "split[1,0,o](add_along[1](conv(x, concat[0](w, u)), concat[0](b, d))) ; "
+        "split[1,1,o](add_along[1](conv(x, concat[0](w, u)), concat[0](b, d)))",
+        {"x": "n,c,h,v", "w": "o,c,r,t", "u": "p,c,r,t", "b": "o", "d": "p"},
+    ),
     "convolution and batch norm at inference": (
         "batch_norm(conv(x, w), n, s, g, b)",
         "add_along[1](conv(x, multiply_along[0](w, multiply(s, g))), add(multiply(n, multiply(s, g)), b))",
