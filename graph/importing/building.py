@@ -10,7 +10,9 @@ from graph.rules.base import Signature
 from graph.rules.registry import is_known, rule_for
 
 # Operators whose outputs carry no gradient, and outputs by position that carry none.
-NOT_DIFFERENTIABLE = frozenset({"aten.detach.default", "aten.histc.default", "soapstone.running_statistics"})
+NOT_DIFFERENTIABLE = frozenset(
+    {"aten.detach.default", "aten.histc.default", "soapstone.running_statistics", "soapstone.exp_sums"}
+)
 NOT_DIFFERENTIABLE_OUTPUTS = {"soapstone.batch_norm": frozenset({1})}
 
 

@@ -1,7 +1,8 @@
 """Negative log-likelihoods, also behind a softmax: parts of the classes give partial sums.
 
 Each target picks one class. A softmax over classes that are split takes sums of exponentials over all of them first:
-soapstone.exp_sums -> soapstone.softmax_nll_sums, for each sample one number between the two.
+soapstone.exp_sums -> soapstone.softmax_nll_sums, for each sample one number between the two, and none back: the second
+has the whole gradient of the logits.
 
 Source: Megatron-LM (arXiv:1909.08053) section 3 and Partial FC (arXiv:2010.05222) for the split softmax.
 """
@@ -14,7 +15,7 @@ from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
 from graph.rules.base import Signature, TaskPart
-from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, local_call, slot_of
+from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, local_call, slot_of, whole_operand
 from graph.rules.reductions import NONE
 
 SOFTMAX_NLL_SUMS = "soapstone.softmax_nll_sums"
@@ -40,8 +41,8 @@ class LikelihoodRule(BaseRule):
 
     soapstone.nll_sums(self [N, C, ...], target [N, ...], weight [C]; ignore_index) -> [2]: the sum of the weighted
     losses and the sum of the weights of the targets that are not ignored; the importer divides them by
-    soapstone.ratio. soapstone.softmax_nll_sums takes logits as `self`, and the sums of their exponentials over all
-    classes as `exp_sums` [N, ...]. Axes: the batch dims, and class (C, a reduction).
+    soapstone.ratio. soapstone.softmax_nll_sums takes logits as `self`, the sums of their exponentials over all classes
+    as `exp_sums` [N, ...], and all of the weights. Axes: the batch dims, and class (C, a reduction).
     """
 
     rigid = frozenset({"class"})  # a part of it must be one interval
@@ -53,7 +54,8 @@ class LikelihoodRule(BaseRule):
         values, classes, batch = _operand(builder, signature.inputs[0].shape)
         inputs = [values, batch]
         if slot_of(signature, "weight") is not None:
-            inputs.append((classes,))
+            is_softmax = signature.target == SOFTMAX_NLL_SUMS
+            inputs.append(whole_operand(signature.inputs[2]) if is_softmax else (classes,))
         if slot_of(signature, "exp_sums") is not None:
             inputs.append(batch)
         if signature.target in SUMS:
@@ -95,7 +97,6 @@ class ExpSumsRule(BaseRule):
 
     # Of each logit: maximum, subtraction, exponential, sum.
     flops_per_input = 4.0
-    backward_flops_per_input = 1.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the batch dims, and class (C, a reduction)."""

@@ -31,11 +31,8 @@ def _split(
     logits, targets, *_ = operator.inputs
     shape = builder.spec(logits).shape
     sums = f"{operator.name}.exp_sums"
-    builder.values[sums] = DraftValue(
-        TensorSpec(builder.spec(targets).shape, "float64"),
-        ValueKind.OPERATOR,
-        builder.values[logits].requires_gradient,
-    )
+    spec = TensorSpec(builder.spec(targets).shape, "float64")
+    builder.values[sums] = DraftValue(spec, ValueKind.OPERATOR, requires_gradient=False)
     arguments: dict[str, Argument] = {
         name: value for name, value in operator.arguments if name != "label_smoothing"
     }

@@ -9,6 +9,10 @@ import torch
 from profiler.operators.dtypes import sum_dtype
 
 
+def _class_dim(values: torch.Tensor) -> int:
+    return 0 if values.dim() == 1 else 1
+
+
 def weight_of_targets(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, kind: torch.dtype
 ) -> torch.Tensor:
@@ -50,44 +54,54 @@ def nll_sums(
     return torch.stack((losses.sum(dtype=kind), shares.detach().sum(dtype=kind)))
 
 
-class _ExpSums(torch.autograd.Function):
-    """Sums of exponentials, which are made again in the backward: all that is kept is the logits.
-
-    Each sum is taken of exponentials of differences to the largest logit, in the dtype of sums; the exponential of
-    that one is of float64.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        dim = _class_dim(values)
-        # Where all classes of a part are masked, the largest logit is minus infinity, and a difference would be none.
-        largest = values.amax(dim, keepdim=True).clamp_(min=torch.finfo(values.dtype).min)
-        ctx.save_for_backward(values, largest)
-        return _exponentials(values, largest).sum(dim).double() * largest.squeeze(dim).double().exp()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        values, largest = ctx.saved_tensors
-        exponentials = _exponentials(values, largest)
-        scales = gradients[0].unsqueeze(_class_dim(values)) * largest.double().exp()
-        return exponentials.mul_(scales.to(exponentials.dtype)).to(values.dtype)
-
-
-def _class_dim(values: torch.Tensor) -> int:
-    return 0 if values.dim() == 1 else 1
-
-
-def _exponentials(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    kind = sum_dtype(values.dtype)
-    return (values.to(kind) - largest.to(kind)).exp_()
-
-
+@torch.no_grad()
 def exp_sums(self: torch.Tensor) -> torch.Tensor:
     """Return the sums over a part of the classes of the exponentials of logits [N, C, ...], as float64 [N, ...].
 
-    Of logits above 709 they are infinite; zero, where all are below -745.
+    Each sum is taken of exponentials of differences to the largest logit, in the dtype of sums; the exponential of that
+    one is of float64. It has no gradient: `softmax_nll_sums` knows that of logits.
     """
-    return _ExpSums.apply(self)  # type: ignore[no-any-return,no-untyped-call]
+    dim = _class_dim(self)
+    # Where all classes of a part are masked, the largest logit is minus infinity, and a difference would be none.
+    largest = self.amax(dim, keepdim=True).clamp_(min=torch.finfo(self.dtype).min)
+    exponentials = self.to(sum_dtype(self.dtype), copy=True).sub_(largest).exp_()
+    return exponentials.sum(dim).double() * largest.squeeze(dim).double().exp()
+
+
+class _SoftmaxNll(torch.autograd.Function):
+    """The sum of weighted losses of the targets in a part of the classes; its gradient is that of the softmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        exp_sums: torch.Tensor,
+        local: torch.Tensor,
+        inside: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        logarithms = exp_sums.log()
+        ctx.save_for_backward(values, logarithms, local, inside, weights)
+        dim = _class_dim(values)
+        picked = values.gather(dim, local.unsqueeze(dim)).squeeze(dim)
+        # As float64: of what is likely, little is left.
+        losses = torch.where(inside, (logarithms - picked.double()) * weights, 0.0)
+        return losses.sum().to(sum_dtype(values.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, logarithms, local, inside, weights = ctx.saved_tensors
+        dim, kind = _class_dim(values), sum_dtype(values.dtype)
+        scales = (weights * gradients[0]).to(kind)
+        # Samples that do not count may have logits without an exponential.
+        logarithms = torch.where(scales == 0, 0.0, logarithms)
+        # As two numbers, of which the second is what the first rounds off.
+        first = logarithms.to(kind)
+        second = (logarithms - first.double()).to(kind)
+        first = torch.where(scales == 0, torch.inf, first)
+        result = (values - first.unsqueeze(dim)).exp_().mul_((scales * second.neg().exp()).unsqueeze(dim))
+        result.scatter_add_(dim, local.unsqueeze(dim), -(scales * inside).unsqueeze(dim))
+        return result.to(values.dtype), None, None, None, None
 
 
 def softmax_nll_sums(
@@ -99,15 +113,20 @@ def softmax_nll_sums(
     exp_sums: torch.Tensor,
     start: int = 0,
 ) -> torch.Tensor:
-    """Return `nll_sums` of the softmax of logits over all classes, of which `exp_sums` are the denominators."""
+    """Return `nll_sums` of the softmax over all classes, of which `exp_sums` are the denominators.
+
+    The logits are of a part of the classes, the weights of all. The gradient of the logits is that of the whole, that
+    of the denominators with it.
+    """
     del classes
     kind = sum_dtype(self.dtype)
-    losses, shares = _elements(self, target, weight, ignore_index, start)
-    # Of the others no logarithm is taken: that of zero would make the gradient undefined.
-    denominators = torch.where(shares != 0, exp_sums, 1.0).log() * shares
-    return torch.stack(
-        (losses.sum(dtype=kind) + denominators.sum().to(kind), shares.detach().sum(dtype=kind))
-    )
+    counts = target != ignore_index
+    weights = counts.to(self.dtype) if weight is None else weight[torch.where(counts, target, 0)] * counts
+    local = target - start
+    inside = (local >= 0) & (local < self.shape[_class_dim(self)]) & counts
+    local = torch.where(inside, local, 0)
+    losses = _SoftmaxNll.apply(self, exp_sums, local, inside, weights.detach())  # type: ignore[no-untyped-call]
+    return torch.stack((losses, (weights.detach() * inside).sum(dtype=kind)))
 
 
 def nll_loss(

@@ -45,13 +45,14 @@ _INPUTS = frozenset(
     adaptive_avg_pool2d adaptive_avg_pool3d layer_norm rms_norm group_norm instance_norm batch_norm batch_norm_apply
     moments glu prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div scaled_dot_product_attention attention
-    grouped_mm pow ratio merged_linear merged_conv1d merged_conv2d merged_conv3d exp_sums softmax_nll_sums
+    grouped_mm pow ratio merged_linear merged_conv1d merged_conv2d merged_conv3d
     """.split()  # noqa: SIM905
 )
 # Of these an input is kept where another one has a gradient.
 _FACTORS = frozenset(
     "mul div mm bmm matmul addmm baddbmm mv dot outer einsum tensordot addcmul addcdiv".split()  # noqa: SIM905
 )
+_FIRST = frozenset({"softmax_nll_sums"})
 _OUTPUT_BESIDE_INPUTS = frozenset({"scaled_dot_product_attention", "attention"})
 # Gates and their like, in tensors of the size of the hidden state (`profiler.operators.custom_operators`).
 _GATES = {"lstm_cell": 5, "gru_cell": 7}
@@ -153,6 +154,8 @@ def _kept_slots(target: str, wanted: tuple[bool, ...]) -> list[int]:
     slots = list(range(len(wanted)))
     if name in _NOTHING:
         return []
+    if name in _FIRST:
+        return slots[:1]
     if name in _FACTORS:
         return [slot for slot in slots if any(wanted[:slot] + wanted[slot + 1 :])]
     return [] if name in _OUTPUT and name not in _INPUTS else slots
@@ -160,7 +163,9 @@ def _kept_slots(target: str, wanted: tuple[bool, ...]) -> list[int]:
 
 def _keeps_outputs(target: str) -> bool:
     name = base_name(target)
-    return name in _OUTPUT or name in _OUTPUT_BESIDE_INPUTS or name not in _NOTHING | _INPUTS | _FACTORS
+    return (
+        name in _OUTPUT or name in _OUTPUT_BESIDE_INPUTS or name not in _NOTHING | _INPUTS | _FACTORS | _FIRST
+    )
 
 
 def _kept_by_parts(parts: Sequence[PartCall], inputs: int) -> set[int]:
@@ -203,8 +208,8 @@ def extra_bytes(call: LocalCall) -> int:
     if name in ("cross_entropy_loss", "cross_entropy_sums"):
         return call.inputs[0].size_bytes
     if name == "softmax_nll_sums":
-        # The places and the factors of the picked logits.
-        return call.inputs[1].elements * (_INDEX_BYTES + call.inputs[0].item_bytes)
+        # Of each target its logarithm, its place, whether it is here, and its weight.
+        return call.inputs[1].elements * (8 + _INDEX_BYTES + 1 + call.inputs[0].item_bytes)
     if name.startswith("merged_"):
         # The weights as one; biases are not kept.
         weights = slots_in(dict(call.arguments)["weights"])
