@@ -207,9 +207,10 @@ def read_only_uri(path: Path) -> str:
     """Return the URI by which SQLite reads a file and writes nothing.
 
     Without locks and a log where there is none, so that nothing is made beside it. Where there is a log, it is read
-    along, and SQLite may write its index (`-shm`) anew.
+    along, and SQLite may write its index (`-shm`) anew. Logs are beside the file that a link leads to.
     """
-    mode = "mode=ro" if os.path.exists(f"{path}-wal") else "immutable=1"
+    _, *logs = sqlite_files(path.resolve())
+    mode = "mode=ro" if any(log.exists() for log in logs) else "immutable=1"
     return f"file:{quote(str(path))}?{mode}"
 
 
@@ -314,8 +315,9 @@ def _unwritable(path: Path) -> str | None:
     """Return what keeps a SQLite file from being written to; None where nothing does."""
     if path.exists() and not os.access(path, os.W_OK):
         return "cannot be written to, must be"
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        return f"folder {path.parent} cannot be written to, must be (SQLite keeps its log there)"
+    folder = path.resolve().parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"folder {folder} cannot be written to, must be (SQLite keeps its log there)"
     return None
 
 
@@ -328,11 +330,19 @@ def _check_writable(path: Path) -> None:
 
 
 def _check_log(path: Path) -> None:
-    """Refuse a log that SQLite could not read: it needs an index of it, which it makes beside the file."""
-    log, index = (Path(f"{path}{suffix}") for suffix in ("-wal", "-shm"))
-    if log.exists() and not index.exists() and not os.access(path.parent, os.W_OK | os.X_OK):
+    """Refuse a log that SQLite could not read: it needs an index of it, which it makes beside the file.
+
+    And a journal: what a write that was cut short left in the file has to be taken back first.
+    """
+    file, log, index, journal = sqlite_files(path.resolve())
+    unread = (
+        [log] if log.exists() and not index.exists() and not os.access(file.parent, os.W_OK | os.X_OK) else []
+    )
+    if journal.exists() and journal.stat().st_size:
+        unread.append(journal)
+    if unread:
         raise DatabaseError(
-            f"database {path}: has a log, {log.name}, must have none where its folder cannot be written to; copy both "
+            f"database {path}: has a log, {unread[0].name}, must have none where it cannot be written to; copy both "
             "files to another folder, and name the copy by --database"
         )
 

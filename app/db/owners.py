@@ -83,15 +83,18 @@ def writer_of(path: Path) -> str:
     import psutil
 
     # SQLite's lock of a write-ahead log is on a byte of its index; without such a log it is on the file itself.
-    places = {_locked_file(Path(f"{path}-shm")): _WAL_WRITE_LOCK, _locked_file(path): None}
+    file = path.resolve()
+    places = {_locked_file(Path(f"{file}-shm")): _WAL_WRITE_LOCK, _locked_file(file): None}
     for line in _text(Path("/proc/locks")).splitlines():
         fields = line.split()
         if len(fields) != 8 or fields[3] != "WRITE" or fields[5] not in places:
             continue  # of one that waits there is an arrow more
         byte, number = places[fields[5]], int(fields[4])
         last = float("inf") if fields[7] == "EOF" else int(fields[7])
-        if number != os.getpid() and (byte is None or int(fields[6]) <= byte <= last):
-            with suppress(psutil.Error):
+        if byte is None or int(fields[6]) <= byte <= last:
+            if number == os.getpid():
+                return "another thread of this process"
+            with suppress(psutil.Error, ValueError):  # locks of no process have the number -1
                 return (
                     f"process {number} ({shown(' '.join(psutil.Process(number).cmdline()), LONGEST_COMMAND)})"
                 )

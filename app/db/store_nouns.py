@@ -150,8 +150,11 @@ class NounStore(StorePart):
             strategy_of = Referred("strategies", ((record.id, record) for record in records))
         return [RankedStrategy(strategy_of[record.strategy_id], record) for record in ranked]
 
-    def searched_settings(self, model: str) -> list[SearchedSetting]:
-        """Return for which topologies, trainings and sizes of a network a strategy was found that fits its devices."""
+    def searched_settings(self, model: str, *, baselines: bool = False) -> list[SearchedSetting]:
+        """Return for which topologies, trainings and sizes of a network a strategy was found that fits its devices.
+
+        baselines: whether a baseline is found, too.
+        """
         graphs, topologies, trainings = models.graphs, models.topologies, models.trainings
         strategies, simulations = models.strategies, models.simulations
         query = (
@@ -175,7 +178,7 @@ class NounStore(StorePart):
             .where(
                 graphs.c.name == model,
                 simulations.c.feasible,
-                strategies.c.source.in_(("search", "import")),
+                sa.or_(sa.literal(baselines), strategies.c.source.in_(("search", "import"))),
             )
         )
         with self.read() as connection:

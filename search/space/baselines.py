@@ -475,6 +475,14 @@ def usual_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, 
 
 def all_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
     """Return the baselines of a network on so many devices; of equal ones, the first."""
+    first: dict[Strategy, Baseline] = {}
+    for baseline in named_baselines(graph, device_count):
+        first.setdefault(baseline.strategy, baseline)
+    return tuple(first.values())
+
+
+def named_baselines(graph: OperatorGraph, device_count: int) -> list[Baseline]:
+    """Return the baselines of a network on so many devices, by all their names."""
     baselines = [
         *usual_baselines(graph, device_count),
         Baseline("operator-placement", operator_placement(graph, device_count)),
@@ -501,7 +509,4 @@ def all_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ..
             rows = device_count // degree
             strategy = global_map(graph, kind, degree, rows)
             baselines.append(Baseline(f"mesh-{rows}x{degree}-{kind.value}", strategy))
-    first: dict[Strategy, Baseline] = {}
-    for baseline in baselines:
-        first.setdefault(baseline.strategy, baseline)
-    return tuple(first.values())
+    return baselines

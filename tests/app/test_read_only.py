@@ -49,7 +49,8 @@ def lock() -> Iterator[Lock]:
     def take(folder: Path) -> None:
         taken.append(folder)
         for path in (*folder.rglob("*"), folder):
-            path.chmod(0o555 if path.is_dir() else 0o444)
+            if not path.is_symlink():
+                path.chmod(0o555 if path.is_dir() else 0o444)
         if not os.access(folder, os.W_OK):
             return
         for words in (("--bind", str(folder), str(folder)), ("-o", "remount,ro,bind", str(folder))):
@@ -62,7 +63,8 @@ def lock() -> Iterator[Lock]:
         subprocess.run(["umount", str(folder)], check=True)
     for folder in taken:  # pytest removes them
         for path in (folder, *folder.rglob("*")):
-            path.chmod(0o755)
+            if not path.is_symlink():
+                path.chmod(0o755)
 
 
 @pytest.fixture
@@ -156,7 +158,7 @@ def test_a_log_that_cannot_be_read_is_refused(made: Path, tmp_path: Path, lock: 
         shutil.copy(tmp_path / name, copy)
     writer.close()
     lock(copy)
-    with pytest.raises(DatabaseError, match=r"has a log, used.sqlite-wal, must have none where its folder"):
+    with pytest.raises(DatabaseError, match=r"has a log, used.sqlite-wal, must have none where it cannot"):
         Store.open(copy / "used.sqlite", to_read=True)
 
 
@@ -176,3 +178,60 @@ def test_beside_a_writer_what_is_in_the_log_is_read(
         answer = command("query", "SELECT seed FROM searches", "--json", "--database", str(used))
         writer.communicate()
     assert answer.document == [{"seed": 7}]
+
+
+@pytest.mark.parametrize("beside", ["locked", "writable"])
+def test_of_a_link_the_file_that_it_leads_to_and_its_log_are_read(
+    command: Command, made: Path, tmp_path: Path, lock: Lock, beside: str
+) -> None:
+    """Whether the link's own folder can be written to does not matter."""
+    folder, other = tmp_path / "used", tmp_path / "links"
+    folder.mkdir()
+    other.mkdir()
+    used, link = folder / "used.sqlite", other / "link.sqlite"
+    shutil.copy(made / "stored.sqlite", used)
+    link.symlink_to(used)
+    writing = [sys.executable, "-c", WRITER, str(used)]
+    with subprocess.Popen(writing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        lock(folder)
+        if beside == "locked":
+            lock(other)
+        answer = command("query", "SELECT seed FROM searches", "--json", "--database", str(link))
+        refused = command("db", "upgrade", "--database", str(link))
+        writer.communicate()
+    assert answer.document == [{"seed": 7}]
+    assert (refused.code, f"database {link}: cannot be written to, must be" in refused.errors) == (2, True)
+
+
+# Writes without a log, and is killed before it has come to an end.
+KILLED = """
+import os, signal, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1])
+connection.execute("PRAGMA journal_mode=DELETE")
+connection.execute("PRAGMA cache_size=1")
+connection.execute("BEGIN IMMEDIATE")
+connection.execute("UPDATE searches SET seed = 99")
+for _ in range(300):
+    connection.execute("UPDATE strategies SET document = document || ?", (" " * 2000,))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_left_is_not_read(
+    command: Command, made: Path, tmp_path: Path, lock: Lock
+) -> None:
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    database = folder / "killed.sqlite"
+    shutil.copy(made / "stored.sqlite", database)
+    subprocess.run([sys.executable, "-c", KILLED, str(database)], check=False)
+    assert (folder / "killed.sqlite-journal").stat().st_size
+    lock(folder)
+    for words in (("query", "SELECT seed FROM searches"), ("db", "status")):
+        refused = command(*words, "--database", str(database))
+        assert refused.code == 2
+        assert (
+            "has a log, killed.sqlite-journal, must have none where it cannot be written to" in refused.errors
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
+import torch
 
 from graph.axes import AxisKind
 from graph.importer import import_module
@@ -21,6 +22,7 @@ from search.space.baselines import (
     hugectr,
     insightface,
     megatron,
+    named_baselines,
     operator_placement,
     stanza,
     usual_baselines,
@@ -258,6 +260,27 @@ def test_a_loss_in_two_operators_is_split_by_classes_with_its_classifier() -> No
     for target in ("exp_sums", "softmax_nll_sums"):
         (loss,) = configurations_of(graph, tensor_parallel, target)
         assert loss.degrees == (1, 2, 1)
+
+
+def test_a_baseline_that_equals_another_one_has_its_name_all_the_same() -> None:
+    """With its loss split by classes, a network of one layer is split as an expert's is."""
+    network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU())
+
+    class Classified(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.network(x), targets)
+
+    imported = import_module(Classified(), (torch.randn(4, 4), torch.randint(6, (4,))), {}, name="classified")
+    graph = rewritten(imported, every_substitution(imported, tuple(SPLITTING)))
+    named = {one.name: one.strategy for one in named_baselines(graph, 2)}
+    distinct = {one.name: one.strategy for one in all_baselines(graph, 2)}
+    assert "insightface" in named.keys() - distinct.keys()
+    assert set(named.values()) == set(distinct.values())
+    assert distinct.items() <= named.items()
 
 
 def test_a_margin_stays_with_its_classes() -> None:

@@ -122,14 +122,14 @@ def _other_baseline(setting: Setting, reference: str) -> tuple[Strategy, Strateg
     """
     from app.services.predict.problem import problem_of
     from search.algorithms.staging import pipeline_baselines
-    from search.space.baselines import all_baselines
+    from search.space.baselines import named_baselines
 
     graph, count = setting.model.graph, len(setting.topology.devices)
     _check_degrees(reference, count)  # before costs are measured
     of_kind = (
         pipeline_baselines(problem_of(setting))
         if reference.startswith("3d-")
-        else all_baselines(graph, count)
+        else named_baselines(graph, count)
     )
     named = {baseline.name: baseline.strategy for baseline in of_kind}
     if reference not in named:

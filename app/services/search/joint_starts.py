@@ -14,8 +14,9 @@ from app.db.records import StrategyRecord, TaskOrder
 from app.db.store import Store
 from app.services.models.models import ImportedModel, rewritten_model
 from app.services.predict.predict import Setting
-from app.services.search.start_strategies import MOST, StartStrategy, misfit, ranked_finds, start_of
+from app.services.search.start_strategies import MOST, StartStrategy, misfit, start_of
 from graph.errors import StrategyError, UsageError
+from graph.substitutions.rewriting import needs_compiler
 from graph.substitutions.substitution import Substitution, substitutions_from_json
 from graph.texts import counted
 from search.algorithms.joint import JointStart
@@ -56,34 +57,40 @@ def given_joint_starts(
     Raises:
         UsageError: there is no such strategy, its substitutions are not those of moves, or it is for another network.
     """
-    starts, name = [], model.graph.name
+    starts: dict[str, StoredStart] = {}
+    name = model.graph.name
     for reference in references:
         record = store.strategy(reference)
         count = record.device_count
         rewriting, others = rewriting_of(moves, _substitutions(record))
         if others:
+            remedy = "add --fuse" if needs_compiler(others) else f"see app models show {name} --substitutions"
             raise UsageError(
-                f"--start {reference}: has the substitution {others[0].text}, must have those that this search offers "
-                f"(app models show {name} --substitutions), each with all whose calls are the same; name another "
-                "strategy, or leave it out"
+                f"--start {reference}: has the substitution {others[0].text}, must have those that this search offers, "
+                f"each with all whose calls are the same; {remedy}, name another strategy, or leave it out"
             )
         try:
             adapt(json.loads(record.document), count, _made(model, moves, rewriting).graph, count)
         except StrategyError as error:
             raise misfit(store, name, reference, record, error) from None
-        starts.append(StoredStart(record, rewriting))
-    return starts
+        starts[record.digest] = StoredStart(record, rewriting)
+    return list(starts.values())
 
 
 def known_joint_starts(
     store: Store, setting: Setting, moves: OfferedMoves, order: TaskOrder
 ) -> list[StoredStart]:
-    """Return the best strategies stored for the setting's topology and training, of graphs with substitutions."""
+    """Return the best strategies stored for the setting's topology and training, of graphs with substitutions.
+
+    Baselines among them: a search begins with those of the graph as imported alone.
+    """
     found = []
-    for other in store.searched_settings(setting.model.graph.name):
+    for other in store.searched_settings(setting.model.graph.name, baselines=True):
         same = (other.topology_id, other.training_id) == (setting.topology_id, setting.training_id)
         if same and other.graph_id != setting.graph_id:
-            found += ranked_finds(store, other.graph_id, setting, order)
+            found += store.best_strategies(
+                other.graph_id, setting.topology_id, setting.training_id, task_order=order, limit=MOST
+            )
     found.sort(key=lambda stored: (stored.simulation.step_time_s, stored.strategy.digest))
     starts: list[StoredStart] = []
     for stored in found:

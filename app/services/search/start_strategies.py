@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
-from app.db.records import TASK_ORDERS, RankedStrategy, SearchedSetting, StrategyRecord, TaskOrder
+from app.db.records import TASK_ORDERS, SearchedSetting, StrategyRecord, TaskOrder
 from app.db.references import required
 from app.db.store import Store
 from app.services.predict.predict import Setting
@@ -50,10 +50,17 @@ class StartStrategy:
 
 def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[StartStrategy]:
     """Return the best strategies stored for a setting; of the nearest setting, where there are none."""
+    ranked = store.best_strategies(
+        setting.graph_id,
+        setting.topology_id,
+        setting.training_id,
+        task_order=order,
+        limit=2 * MOST + _BASELINES,
+    )
     # One strategy may be stored twice: as it is, and with stretches of it compiled.
     starts: dict[Strategy, StartStrategy] = {}
-    for stored in ranked_finds(store, setting.graph_id, setting, order):
-        if len(starts) < MOST:
+    for stored in ranked:
+        if stored.strategy.source in _FOUND and len(starts) < MOST:
             with suppress(StrategyError):  # of stages that the schedule asked for cannot have
                 start = start_of(setting, stored.strategy)
                 starts.setdefault(start.strategy, start)
@@ -65,14 +72,6 @@ def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Start
             with suppress(StrategyError):  # of a network of the same name, but of other operators
                 return [start_of(setting, nearest, other)]
     return []
-
-
-def ranked_finds(store: Store, graph_id: int, setting: Setting, order: TaskOrder) -> list[RankedStrategy]:
-    """Return the best strategies that were found for a graph on a setting's topology, the fastest first."""
-    ranked = store.best_strategies(
-        graph_id, setting.topology_id, setting.training_id, task_order=order, limit=2 * MOST + _BASELINES
-    )
-    return [stored for stored in ranked if stored.strategy.source in _FOUND]
 
 
 def start_of(

@@ -134,8 +134,10 @@ def run_substitution_searches(
             f"--algorithm {UNITY}: no rule applies to {model.graph.name}, at least one must; choose mcmc, which "
             "searches the same strategies"
         )
-    with Store.open(database) as store:
-        given = given_joint_starts(store, model, moves, request.starts)
+    given: list[StoredStart] = []
+    if request.starts:
+        with Store.open(database, create=False) as store:
+            given = given_joint_starts(store, model, moves, request.starts)
     # Who names strategies wants no others.
     of_imported = replace(
         request,
@@ -193,6 +195,11 @@ def _go_on_jointly(
                 starts = [start for start, _ in used]
                 report = keep_search(each, UNITY, store, setting, algorithm_result(joint), starts, progress)
             reports.append((best.graph.substitutions, report))
+        else:
+            progress.warn(
+                "with substitutions nothing was found that fits the memories by its configurations alone, without "
+                "shared weights and recomputation"
+            )
     return SubstitutionSearches(tuple(reports), evaluated)
 
 

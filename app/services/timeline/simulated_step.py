@@ -196,7 +196,8 @@ def _anew(record: StrategyRecord, step_s: float, newest: SimulationRecord | None
     """Return in a line that a step is none that is stored."""
     stored = "no prediction of it is stored"
     if newest is not None:
-        stored = f"that of {newest.created_at:%Y-%m-%d %H:%M} UTC is {newest.step_time_s * 1e3:.3f} ms"
+        when = f"{newest.created_at:%Y-%m-%d %H:%M} UTC"
+        stored = f"the prediction stored on {when} is {newest.step_time_s * 1e3:.3f} ms"
     return (
         f"strategy {record.digest[:12]} is predicted anew, with the costs that are stored now: {step_s * 1e3:.3f} ms; "
         f"{stored}, and the new one is not stored"

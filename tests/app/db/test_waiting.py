@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from app.db import engine
+from app.db.owners import writer_of
 from app.db.store import Store
 from graph.errors import DatabaseFailure
 from tests.app.db import samples
@@ -104,3 +106,14 @@ def test_a_database_is_not_made_under_another_writer_either(
     new = tmp_path / "new.sqlite"
     with holding(new), pytest.raises(DatabaseFailure, match="another process writes to it"):
         Store.open(new)
+
+
+def test_a_lock_of_ones_own_process_is_said_to_be_one(database: Path) -> None:
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        assert writer_of(database) == "another thread of this process"
+        connection.execute("ROLLBACK")
+    with holding(database) as holder:
+        link = database.with_name("link.sqlite")
+        link.symlink_to(database)
+        assert writer_of(link).startswith(f"process {holder.pid} (")
