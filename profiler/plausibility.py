@@ -19,7 +19,7 @@ Letters of shapes: N calls of a family, F sizes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any
 
@@ -67,12 +67,24 @@ class UnlikelyCost:
         return self.time_s / self.expected_s
 
 
+@dataclass(slots=True)
+class Interpolated:
+    """What was computed from a family's costs, which is asked for again until one of them changes.
+
+    whole: the interpolation of each part. without: of each index of each part what `_without` returned.
+    """
+
+    whole: dict[int, Interpolation] = field(default_factory=dict)
+    without: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
+
+
 class CostFamilies:
     """The measured costs of one device kind by family; a later cost of the same call and phase replaces the earlier."""
 
     def __init__(self, kind: DeviceKind, observations: Iterable[Observation] = ()) -> None:
         self._kind = kind
         self._families: dict[CallFamily, dict[str, Observation]] = {}
+        self._interpolated: dict[CallFamily, Interpolated] = {}
         for observation in observations:
             self.put(observation)
 
@@ -81,7 +93,9 @@ class CostFamilies:
         if observation.time_s > 0 and observation.call.target != COMPILED:
             name = family_of(observation.call, observation.phase)
             family = self._families.setdefault(name, {})
-            family[observation.call.digest] = observation
+            if family.get(observation.call.digest) != observation:
+                family[observation.call.digest] = observation
+                self._interpolated.pop(name, None)
 
     def call(self, digest: str) -> LocalCall:
         """Return the call with this digest; raises KeyError where it is not among them."""
@@ -98,13 +112,18 @@ class CostFamilies:
         """
         asked, true = frozenset(among), frozenset(trusted)
         unlikely: list[UnlikelyCost] = []
-        for family in self._families.values():
+        for name, family in self._families.items():
             if not asked.isdisjoint(family):
-                unlikely += self._unlikely_of(family, asked, true)
+                interpolated = self._interpolated.setdefault(name, Interpolated())
+                unlikely += self._unlikely_of(family, asked, true, interpolated)
         return unlikely
 
     def _unlikely_of(
-        self, family: dict[str, Observation], asked: frozenset[str], true: frozenset[str]
+        self,
+        family: dict[str, Observation],
+        asked: frozenset[str],
+        true: frozenset[str],
+        interpolated: Interpolated,
     ) -> list[UnlikelyCost]:
         # Sorted by sizes, so that parts are spread, and nothing depends on the order of measuring.
         sizes = {name: sizes_of(entry.call, entry.phase) for name, entry in family.items()}
@@ -116,7 +135,7 @@ class CostFamilies:
         is_asked_N: Mask = np.array([name in asked for name in names])
         is_true_N: Mask = np.array([name in true for name in names])
         contradicted = out_of_order(points_NF, times_N, is_asked_N, is_true_N)
-        far = far_from_family(points_NF, times_N - bounds_N, is_asked_N & ~is_true_N)
+        far = far_from_family(points_NF, times_N - bounds_N, is_asked_N & ~is_true_N, interpolated)
         unlikely = []
         for index in sorted({*contradicted, *far}, key=names.__getitem__):
             if index in far:
@@ -180,8 +199,14 @@ def _explained(contradictions: dict[int, dict[int, float]], true: set[int]) -> d
     return wrong
 
 
-def far_from_family(points_NF: Array, values_N: Array, is_asked_N: Mask) -> dict[int, float]:
-    """Return the indexes of asked values that are far from what the others say, with what these say."""
+def far_from_family(
+    points_NF: Array, values_N: Array, is_asked_N: Mask, interpolated: Interpolated | None = None
+) -> dict[int, float]:
+    """Return the indexes of asked values that are far from what the others say, with what these say.
+
+    `interpolated` has what an earlier call computed from the same points and values, and gets the rest.
+    """
+    known = Interpolated() if interpolated is None else interpolated
     parts = -(-len(values_N) // MOST_COSTS)
     expected_values: dict[int, float] = {}
     for part in range(parts):
@@ -189,7 +214,9 @@ def far_from_family(points_NF: Array, values_N: Array, is_asked_N: Mask) -> dict
         if len(indexes) < FEWEST_COSTS or not is_asked_N[indexes].any():
             continue
         points, values = points_NF[indexes], values_N[indexes]
-        interpolation = Interpolation.fit(points.tolist(), values.tolist())
+        if part not in known.whole:
+            known.whole[part] = Interpolation.fit(points.tolist(), values.tolist())
+        interpolation = known.whole[part]
         is_suspect = is_asked_N[indexes] & np.asarray(np.abs(values - interpolation.left_out) > REPEATABILITY)
         scores = (values - interpolation.left_out) / interpolation.left_out_deviations
         scatter = float(np.median(np.abs(scores)))
@@ -197,7 +224,9 @@ def far_from_family(points_NF: Array, values_N: Array, is_asked_N: Mask) -> dict
             expected = float(interpolation.left_out[index])
             score, of_others = float(scores[index]), scatter
             if len(values) < MANY_COSTS:
-                expected, score, of_others = _without(index, points, values)
+                if (part, index) not in known.without:
+                    known.without[part, index] = _without(index, points, values)
+                expected, score, of_others = known.without[part, index]
             is_far = abs(values[index] - expected) > REPEATABILITY
             if is_far and MEDIAN_DEVIATION * abs(score) > MODIFIED_Z * of_others:
                 expected_values[int(indexes[index])] = expected
