@@ -123,13 +123,7 @@ def upsert_newer(
             unique[name] = row
     if not unique:
         return 0
-    insert = _insert(connection.dialect.name, table)
-    changed: dict[str, Any] = {column: insert.excluded[column] for column in rows[0] if column not in key}
-    for column in keep:
-        changed[column] = sa.func.coalesce(table.c[column], insert.excluded[column])
-    upsert = insert.on_conflict_do_update(
-        index_elements=list(key), set_=changed, where=table.c[moment] <= insert.excluded[moment]
-    )
+    upsert = _upsert_newer(connection.dialect.name, table, tuple(rows[0]), tuple(key), moment, tuple(keep))
     connection.execute(upsert, [unique[name] for name in sorted(unique)])
     return len(unique)
 
@@ -186,10 +180,31 @@ def read_all(connection: sa.Connection, kind: type[Record], query: sa.Select[Any
     return [record_of(connection, kind, dict(row)) for row in connection.execute(query).mappings()]
 
 
-# Made once: a search registers its chunks every second, and making a statement takes longer than to execute it.
+# Made once: a search registers its chunks every second, a profile stores each cost as soon as it is measured, and to
+# make a statement takes longer than to execute it.
 @cache
 def _insert_ignoring(dialect: str, table: sa.Table, key: str) -> sa.Insert:
     return _insert(dialect, table).on_conflict_do_nothing(index_elements=[key])
+
+
+@cache
+def _upsert_newer(
+    dialect: str,
+    table: sa.Table,
+    columns: tuple[str, ...],
+    key: tuple[str, ...],
+    moment: str,
+    keep: tuple[str, ...],
+) -> sa.Insert:
+    insert = _insert(dialect, table)
+    # Each access makes the columns anew.
+    excluded = insert.excluded
+    changed: dict[str, Any] = {column: excluded[column] for column in columns if column not in key}
+    for column in keep:
+        changed[column] = sa.func.coalesce(table.c[column], excluded[column])
+    return insert.on_conflict_do_update(
+        index_elements=list(key), set_=changed, where=table.c[moment] <= excluded[moment]
+    )
 
 
 @cache
