@@ -89,12 +89,14 @@ BRIEF_PROBE: dict[str, Any] = {
 
 
 @contextmanager
-def brief_measurements() -> Iterator[None]:
+def brief_measurements(samples: int = 3) -> Iterator[None]:
     """Take few samples of operators and links, whatever works beside the tests: they look at what is done with them."""
     from profiler import device_consistency, links, repeated_sampling, workers
     from profiler.measure import MeasureOptions
 
-    brief = MeasureOptions(warm_ups=1, maximum_warm_ups=1, repetitions=3, budget_s=0.001, maximum_s=0.02)
+    brief = MeasureOptions(
+        warm_ups=1, maximum_warm_ups=1, repetitions=samples, budget_s=0.001, maximum_s=0.02
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "COLLECTIVES_S", 0.1)
         # Not the class: its objects go to other processes, by its name.

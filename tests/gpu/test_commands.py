@@ -18,8 +18,8 @@ INCEPTION = ("--gpus", "0-1", "--model", "inception", "--preset", "small", "--js
 
 @pytest.fixture
 def measured_briefly() -> Iterator[None]:
-    """Two GPUs and few samples for the commands of a test."""
-    with virtual_gpus(), brief_measurements():
+    """Two GPUs for the commands of a test, and one sample of a call: times are virtual, the next is as the first."""
+    with virtual_gpus(), brief_measurements(samples=1):
         forget_devices()
         yield
     forget_devices()
