@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from profiler.call_inputs import cache_bytes
 from profiler.process_groups import Message, start_messages
@@ -30,8 +30,18 @@ CACHES = 4
 Seconds = tuple[float, float, float]
 # So many rounds of a computation.
 Rounds = Callable[[int], None]
-# So many messages, or collectives.
-Started = Callable[[int], list["dist.Work"]]
+# Messages before it is known how many are laid beside a computation.
+FIRST_MESSAGES = 4
+
+
+class Communication(Protocol):
+    """Messages, or collectives, each with memory of its own, up to as many as have any."""
+
+    def make(self, count: int) -> None:
+        """Make memory for so many at once, and write to it."""
+
+    def __call__(self, count: int) -> list[dist.Work]:
+        """Start so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +69,9 @@ def measure_overlaps(
 ) -> dict[tuple[Computation, str], list[Seconds]]:
     """Time each computation and each pattern of communication alone and together; all ranks must call it."""
     sizes = OF_GPUS if clock.on_gpu else OF_CORES
-    communications = {"p2p": _ring(clock, rank, world_size, sizes)}
+    communications: dict[str, Communication] = {"p2p": _Ring(clock, rank, world_size, sizes)}
     if clock.on_gpu:
-        communications["all_reduce"] = _all_reduces(clock, sizes)
+        communications["all_reduce"] = _AllReduces(clock, sizes)
     return {
         (computation, pattern): _measure(clock, compute, communicate, sizes, repetitions)
         for computation, compute in computations(clock, sizes).items()
@@ -70,7 +80,7 @@ def measure_overlaps(
 
 
 def _measure(
-    clock: RankClock, compute: Rounds, communicate: Started, sizes: OverlapSizes, repetitions: int
+    clock: RankClock, compute: Rounds, communicate: Communication, sizes: OverlapSizes, repetitions: int
 ) -> list[Seconds]:
     def wait_for(count: int) -> None:
         for work in communicate(count):
@@ -92,45 +102,61 @@ def _measure(
     clock.restart()
     seconds(lambda: compute(2))
     round_s = seconds(lambda: compute(4)) / 4
+    communicate.make(FIRST_MESSAGES)
     seconds(lambda: wait_for(2))
-    message_s = seconds(lambda: wait_for(4)) / 4
+    message_s = seconds(lambda: wait_for(FIRST_MESSAGES)) / FIRST_MESSAGES
     wanted_s = OVERLAP_SHARE * max(sizes.compute_s, round_s)
     count = clock.agree(round(wanted_s / message_s), MOST_OVERLAPPED)
     rounds = clock.agree(round(count * message_s / OVERLAP_SHARE / round_s), 1_000_000)
+    communicate.make(count)
     return [
         (occupied_s(lambda: compute(rounds)), seconds(lambda: wait_for(count)), occupied_s(both))
         for _ in range(repetitions)
     ]
 
 
-def _ring(clock: RankClock, rank: int, world_size: int, sizes: OverlapSizes) -> Started:
-    """Return messages around a ring: each rank sends to the next one and receives from the one before."""
+class _Ring:
+    """Messages around a ring: each rank sends to the next one and receives from the one before."""
 
-    outgoing, incoming = ([clock.buffer(sizes.size_bytes) for _ in range(sizes.buffers)] for _ in range(2))
-    following, preceding = (rank + 1) % world_size, (rank - 1) % world_size
+    def __init__(self, clock: RankClock, rank: int, world_size: int, sizes: OverlapSizes) -> None:
+        self._clock, self._sizes = clock, sizes
+        self._following, self._preceding = (rank + 1) % world_size, (rank - 1) % world_size
+        self._outgoing: list[torch.Tensor] = []
+        self._incoming: list[torch.Tensor] = []
 
-    def communicate(count: int) -> list[dist.Work]:
+    def make(self, count: int) -> None:
+        for buffers in (self._outgoing, self._incoming):
+            missing = range(len(buffers), min(count, self._sizes.buffers))
+            buffers += [self._clock.buffer(self._sizes.size_bytes) for _ in missing]
+
+    def __call__(self, count: int) -> list[dist.Work]:
         started: list[dist.Work] = []
         for index in range(count):
+            place = index % len(self._outgoing)
             started += start_messages(
-                [Message(preceding, incoming[index % sizes.buffers])],
-                [Message(following, outgoing[index % sizes.buffers])],
+                [Message(self._preceding, self._incoming[place])],
+                [Message(self._following, self._outgoing[place])],
             )
         return started
 
-    return communicate
 
+class _AllReduces:
+    """All-reduces of all ranks."""
 
-def _all_reduces(clock: RankClock, sizes: OverlapSizes) -> Started:
-    import torch.distributed as dist
+    def __init__(self, clock: RankClock, sizes: OverlapSizes) -> None:
+        self._clock, self._sizes = clock, sizes
+        self._buckets: list[torch.Tensor] = []
 
-    buckets = [clock.buffer(sizes.size_bytes) for _ in range(sizes.buffers)]
+    def make(self, count: int) -> None:
+        missing = range(len(self._buckets), min(count, self._sizes.buffers))
+        self._buckets += [self._clock.buffer(self._sizes.size_bytes) for _ in missing]
 
-    def communicate(count: int) -> list[dist.Work]:
-        works = (dist.all_reduce(buckets[index % sizes.buffers], async_op=True) for index in range(count))
+    def __call__(self, count: int) -> list[dist.Work]:
+        import torch.distributed as dist
+
+        buckets = self._buckets
+        works = (dist.all_reduce(buckets[index % len(buckets)], async_op=True) for index in range(count))
         return [work for work in works if work is not None]
-
-    return communicate
 
 
 def computations(clock: RankClock, sizes: OverlapSizes) -> Mapping[Computation, Rounds]:
