@@ -36,8 +36,8 @@ from profiler.rank_clock import RankClock
 
 MIB = 2**20
 WARM_UPS = 2
-# Timed at least so often, however long it takes.
-FEWEST = 5
+# Timed at least so often, however long it takes, and at most.
+FEWEST, MOST = 5, 30
 # Larger messages are left out where they would take too long, or where there is no memory for so many times their
 # bytes; still larger ones are timed so often.
 LARGE_BYTES, LARGE_COPIES = MIB, 8
@@ -91,6 +91,7 @@ class ProbePlan:
     overlap_rounds: how often computation and messages are laid beside each other.
     most_again: how often a size is timed again that other processes disturbed.
     algorithms: of some groups, by which all-reduces are measured beside the library's own.
+    fewest, most: how often each size is timed.
     """
 
     rank: int
@@ -106,6 +107,8 @@ class ProbePlan:
     overlap_rounds: int = OVERLAP_ROUNDS
     most_again: int = MOST_AGAIN
     algorithms: Algorithms = field(default_factory=dict)
+    fewest: int = FEWEST
+    most: int = MOST
 
 
 @dataclass(slots=True)
@@ -137,7 +140,7 @@ class ProbeFailure:
 def repetitions(pattern: Pattern, size_bytes: int) -> int:
     """Return how often a pattern is timed at most: messages and all-reduces, which every run has, more often."""
     if pattern.startswith(("p2p", "all_reduce")):
-        return 30 if size_bytes <= 64 * 2**10 else 15 if size_bytes <= MIB else 7
+        return MOST if size_bytes <= 64 * 2**10 else 15 if size_bytes <= MIB else 7
     return 10 if size_bytes <= MIB else 6
 
 
@@ -291,7 +294,7 @@ class ProbeRank:
         for _ in range(self.plan.most_again):
             again = disturbed()
             for pattern, size in again:
-                self._measure(pattern, participant, size, repetitions(pattern, size))
+                self._measure(pattern, participant, size)
             if len(disturbed()) > RESTLESS_SHARE * len(again):
                 return
 
@@ -308,7 +311,7 @@ class ProbeRank:
                     return
                 if not self._everywhere(LARGE_COPIES * size <= self._free_bytes(), pattern, participant):
                     return
-            median_s[size] = self._measure(pattern, participant, size, repetitions(pattern, size))
+            median_s[size] = self._measure(pattern, participant, size)
 
     def _free_bytes(self) -> int:
         """Return the memory that this rank may take: of a host's, as if all ranks were on it."""
@@ -319,7 +322,7 @@ class ProbeRank:
         available = min(int(psutil.virtual_memory().available), memory_bytes() // 2)
         return available // self.plan.world_size
 
-    def _measure(self, pattern: Pattern, participant: Participant, size: int, most: int) -> float:
+    def _measure(self, pattern: Pattern, participant: Participant, size: int) -> float:
         """Time a pattern with data and code out of the caches; return the median seconds, the same on all its ranks.
 
         Repetitions end where their median is known well enough. Of a GPU the cores say nothing of who disturbs it.
@@ -328,6 +331,7 @@ class ProbeRank:
         work, disturb = prepare(pattern, participant, size), self._disturbance(pattern)
         meet = self._meeting(pattern, participant)
         times: list[float] = []
+        fewest, most = self.plan.fewest, min(self.plan.most, repetitions(pattern, size))
 
         def repeat() -> float:
             start = time.perf_counter()
@@ -346,8 +350,8 @@ class ProbeRank:
         if size > HUGE_BYTES:
             most = HUGE_FEWEST
         elif pattern != "p2p":
-            most = max(FEWEST, self.clock.agree(self.plan.measurement_s / least_s, most, participant.group))
-        look_at, counted_s = min(FEWEST, most), list[float]()
+            most = max(fewest, self.clock.agree(self.plan.measurement_s / least_s, most, participant.group))
+        look_at, counted_s = min(fewest, most), list[float]()
         while len(counted_s) < most:
             while len(times) - warm_ups < look_at:
                 repeat()

@@ -20,6 +20,8 @@ from profiler.exclusive import held
 from profiler.fits import fit_link
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
 from profiler.link_worker import (
+    FEWEST,
+    MOST,
     MOST_AGAIN,
     OVERLAP_ROUNDS,
     Algorithms,
@@ -50,7 +52,7 @@ SUCCESSIVE_SIZES = (64 * KIB, 256 * KIB, MIB)
 class LinkOptions:
     """Sizes in bytes, the seconds after which a probe of two devices is given up, and the rounds of contention.
 
-    most_again: how often a size is timed again that other processes disturbed.
+    most_again: how often a size is timed again that other processes disturbed. fewest, most: how often each is timed.
 
     The sizes of a message; of an all-reduce; of the other collectives, which are exchanges of operators' values (see
     `profiler.link_patterns` for what counts); and of all-reduces over all devices that follow each other; ascending.
@@ -64,6 +66,8 @@ class LinkOptions:
     limit_s: float = 300.0
     overlap_rounds: int = OVERLAP_ROUNDS
     most_again: int = MOST_AGAIN
+    fewest: int = FEWEST
+    most: int = MOST
 
     def limit_of(self, pairs: int, groups: int, algorithms: int = 0) -> float:
         """Return the seconds after which a probe of so many pairs, groups and further all-reduces is given up.
@@ -112,6 +116,8 @@ class LinkOptions:
             self.overlap_rounds,
             self.most_again,
             algorithms or {},
+            self.fewest,
+            self.most,
         )
 
 

@@ -78,19 +78,22 @@ def unchanged_imports() -> Iterator[None]:
                 del sys.modules[name]
 
 
-# Enough sizes for a line.
+# Enough sizes for a line, and few times of each.
 BRIEF_PROBE: dict[str, Any] = {
     "p2p_sizes": (2**10, 2**16, 2**20),
     "all_reduce_sizes": (2**10, 2**20, 2**22),
     "exchange_sizes": (2**10, 2**22),
     "overlap_rounds": 1,
     "most_again": 0,
+    "fewest": 2,
+    "most": 3,
 }
 
 
 @contextmanager
 def brief_measurements(samples: int = 3) -> Iterator[None]:
     """Take few samples of operators and links, whatever works beside the tests: they look at what is done with them."""
+    from app.services.costs import exchange_overhead
     from profiler import device_consistency, links, repeated_sampling, workers
     from profiler.measure import MeasureOptions
 
@@ -99,6 +102,8 @@ def brief_measurements(samples: int = 3) -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "COLLECTIVES_S", 0.1)
+        patch.setattr(exchange_overhead, "WARM_UP_STEPS", 1)
+        patch.setattr(exchange_overhead, "RECORDED_STEPS", 2)
         # Not the class: its objects go to other processes, by its name.
         brief_sizes = tuple(BRIEF_PROBE.get(field.name, field.default) for field in fields(links.LinkOptions))
         patch.setattr(links.LinkOptions.__init__, "__defaults__", brief_sizes)
