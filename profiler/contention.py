@@ -34,7 +34,7 @@ Rounds = Callable[[int], None]
 FIRST_MESSAGES = 4
 
 
-class Communication(Protocol):
+class OverlappedMessages(Protocol):
     """Messages, or collectives, each with memory of its own, up to as many as have any."""
 
     def make(self, count: int) -> None:
@@ -69,7 +69,7 @@ def measure_overlaps(
 ) -> dict[tuple[Computation, str], list[Seconds]]:
     """Time each computation and each pattern of communication alone and together; all ranks must call it."""
     sizes = OF_GPUS if clock.on_gpu else OF_CORES
-    communications: dict[str, Communication] = {"p2p": _Ring(clock, rank, world_size, sizes)}
+    communications: dict[str, OverlappedMessages] = {"p2p": _RingMessages(clock, rank, world_size, sizes)}
     if clock.on_gpu:
         communications["all_reduce"] = _AllReduces(clock, sizes)
     return {
@@ -80,7 +80,7 @@ def measure_overlaps(
 
 
 def _measure(
-    clock: RankClock, compute: Rounds, communicate: Communication, sizes: OverlapSizes, repetitions: int
+    clock: RankClock, compute: Rounds, communicate: OverlappedMessages, sizes: OverlapSizes, repetitions: int
 ) -> list[Seconds]:
     def wait_for(count: int) -> None:
         for work in communicate(count):
@@ -115,7 +115,7 @@ def _measure(
     ]
 
 
-class _Ring:
+class _RingMessages:
     """Messages around a ring: each rank sends to the next one and receives from the one before."""
 
     def __init__(self, clock: RankClock, rank: int, world_size: int, sizes: OverlapSizes) -> None:
