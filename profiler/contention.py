@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from profiler.call_inputs import cache_bytes
 from profiler.process_groups import Message, start_messages
@@ -30,18 +30,10 @@ CACHES = 4
 Seconds = tuple[float, float, float]
 # So many rounds of a computation.
 Rounds = Callable[[int], None]
+# So many messages, or collectives.
+Started = Callable[[int], list["dist.Work"]]
 # Messages before it is known how many are laid beside a computation.
 FIRST_MESSAGES = 4
-
-
-class OverlappedMessages(Protocol):
-    """Messages, or collectives, each with memory of its own, up to as many as have any."""
-
-    def make(self, count: int) -> None:
-        """Make memory for so many at once, and write to it."""
-
-    def __call__(self, count: int) -> list[dist.Work]:
-        """Start so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +61,9 @@ def measure_overlaps(
 ) -> dict[tuple[Computation, str], list[Seconds]]:
     """Time each computation and each pattern of communication alone and together; all ranks must call it."""
     sizes = OF_GPUS if clock.on_gpu else OF_CORES
-    communications: dict[str, OverlappedMessages] = {"p2p": _RingMessages(clock, rank, world_size, sizes)}
+    communications = {"p2p": _ring(clock, rank, world_size, sizes)}
     if clock.on_gpu:
-        communications["all_reduce"] = _AllReduces(clock, sizes)
+        communications["all_reduce"] = _all_reduces(clock, sizes)
     return {
         (computation, pattern): _measure(clock, compute, communicate, sizes, repetitions)
         for computation, compute in computations(clock, sizes).items()
@@ -80,7 +72,7 @@ def measure_overlaps(
 
 
 def _measure(
-    clock: RankClock, compute: Rounds, communicate: OverlappedMessages, sizes: OverlapSizes, repetitions: int
+    clock: RankClock, compute: Rounds, communicate: Started, sizes: OverlapSizes, repetitions: int
 ) -> list[Seconds]:
     def wait_for(count: int) -> None:
         for work in communicate(count):
@@ -102,61 +94,57 @@ def _measure(
     clock.restart()
     seconds(lambda: compute(2))
     round_s = seconds(lambda: compute(4)) / 4
-    communicate.make(FIRST_MESSAGES)
-    seconds(lambda: wait_for(2))
+    seconds(lambda: wait_for(FIRST_MESSAGES))
     message_s = seconds(lambda: wait_for(FIRST_MESSAGES)) / FIRST_MESSAGES
     wanted_s = OVERLAP_SHARE * max(sizes.compute_s, round_s)
     count = clock.agree(round(wanted_s / message_s), MOST_OVERLAPPED)
     rounds = clock.agree(round(count * message_s / OVERLAP_SHARE / round_s), 1_000_000)
-    communicate.make(count)
+    seconds(lambda: wait_for(count))
     return [
         (occupied_s(lambda: compute(rounds)), seconds(lambda: wait_for(count)), occupied_s(both))
         for _ in range(repetitions)
     ]
 
 
-class _RingMessages:
-    """Messages around a ring: each rank sends to the next one and receives from the one before."""
+def _buffers(clock: RankClock, sizes: OverlapSizes) -> Callable[[int], torch.Tensor]:
+    """Return the memory of messages, by their numbers: made and written to where it is first asked for."""
+    made: list[torch.Tensor] = []
 
-    def __init__(self, clock: RankClock, rank: int, world_size: int, sizes: OverlapSizes) -> None:
-        self._clock, self._sizes = clock, sizes
-        self._following, self._preceding = (rank + 1) % world_size, (rank - 1) % world_size
-        self._outgoing: list[torch.Tensor] = []
-        self._incoming: list[torch.Tensor] = []
+    def buffer(number: int) -> torch.Tensor:
+        place = number % sizes.buffers
+        while len(made) <= place:
+            made.append(clock.buffer(sizes.size_bytes))
+        return made[place]
 
-    def make(self, count: int) -> None:
-        for buffers in (self._outgoing, self._incoming):
-            missing = range(len(buffers), min(count, self._sizes.buffers))
-            buffers += [self._clock.buffer(self._sizes.size_bytes) for _ in missing]
+    return buffer
 
-    def __call__(self, count: int) -> list[dist.Work]:
+
+def _ring(clock: RankClock, rank: int, world_size: int, sizes: OverlapSizes) -> Started:
+    """Return messages around a ring: each rank sends to the next one and receives from the one before."""
+    outgoing, incoming = (_buffers(clock, sizes) for _ in range(2))
+    following, preceding = (rank + 1) % world_size, (rank - 1) % world_size
+
+    def communicate(count: int) -> list[dist.Work]:
         started: list[dist.Work] = []
-        for index in range(count):
-            place = index % len(self._outgoing)
+        for number in range(count):
             started += start_messages(
-                [Message(self._preceding, self._incoming[place])],
-                [Message(self._following, self._outgoing[place])],
+                [Message(preceding, incoming(number))], [Message(following, outgoing(number))]
             )
         return started
 
+    return communicate
 
-class _AllReduces:
-    """All-reduces of all ranks."""
 
-    def __init__(self, clock: RankClock, sizes: OverlapSizes) -> None:
-        self._clock, self._sizes = clock, sizes
-        self._buckets: list[torch.Tensor] = []
+def _all_reduces(clock: RankClock, sizes: OverlapSizes) -> Started:
+    import torch.distributed as dist
 
-    def make(self, count: int) -> None:
-        missing = range(len(self._buckets), min(count, self._sizes.buffers))
-        self._buckets += [self._clock.buffer(self._sizes.size_bytes) for _ in missing]
+    bucket = _buffers(clock, sizes)
 
-    def __call__(self, count: int) -> list[dist.Work]:
-        import torch.distributed as dist
-
-        buckets = self._buckets
-        works = (dist.all_reduce(buckets[index % len(buckets)], async_op=True) for index in range(count))
+    def communicate(count: int) -> list[dist.Work]:
+        works = (dist.all_reduce(bucket(number), async_op=True) for number in range(count))
         return [work for work in works if work is not None]
+
+    return communicate
 
 
 def computations(clock: RankClock, sizes: OverlapSizes) -> Mapping[Computation, Rounds]:

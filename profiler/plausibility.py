@@ -202,7 +202,7 @@ def _explained(contradictions: dict[int, dict[int, float]], true: set[int]) -> d
 def far_from_family(
     points_NF: Array, values_N: Array, is_asked_N: Mask, interpolated: Interpolated | None = None
 ) -> dict[int, float]:
-    """Return the indexes of asked values that are far from what the others say, with what these say.
+    """Return the indexes of asked values that are far from those expected by the others, with the expected values.
 
     `interpolated` has what an earlier call computed from the same points and values, and gets the rest.
     """

@@ -92,7 +92,7 @@ def connect(
 
 @contextmanager
 def _attachable(database: Database, resources: DuckResources) -> Iterator[str]:
-    """Yield the name of the SQLite file that DuckDB attaches; of one that cannot be written to, that of a copy."""
+    """Yield the name of the SQLite file that DuckDB attaches: the database, or a copy where it cannot be written to."""
     if not database.is_read_only:
         yield str(database.url.database)
         return

@@ -47,7 +47,7 @@ _log_lines = _LogLines(logging.WARNING)
 
 
 def print_log() -> None:
-    """Write what Soapstone logs (`app.db.engine`, on locks) to standard error."""
+    """Write the log of Soapstone's modules, warnings of waiting for a lock among it, to standard error."""
     logging.getLogger("app").addHandler(_log_lines)
 
 

@@ -312,7 +312,7 @@ def _check_sqlite_path(path: Path) -> None:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Return what keeps a SQLite file from being written to; None where nothing does."""
+    """Return the reason for which a SQLite file cannot be written to, in words; None where it can be."""
     if path.exists() and not os.access(path, os.W_OK):
         return "cannot be written to, must be"
     folder = path.resolve().parent

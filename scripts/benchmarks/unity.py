@@ -92,7 +92,7 @@ def _processor_s() -> float:
 
 def _row(name: str, preset: str, devices: int, samples: int) -> Row:
     from app.services.search.run_algorithms import worker_count
-    from app.services.search.substitution_searches import moves_of, rewritings_of
+    from app.services.search.substitution_moves import moves_of, rewritings_of
     from graph.substitutions.rewriting import rewritten
     from search.algorithms import registry
     from search.algorithms.algorithm import AlgorithmContext

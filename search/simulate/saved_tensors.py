@@ -52,6 +52,7 @@ _INPUTS = frozenset(
 _FACTORS = frozenset(
     "mul div mm bmm matmul addmm baddbmm mv dot outer einsum tensordot addcmul addcdiv".split()  # noqa: SIM905
 )
+# Of these the first input alone.
 _FIRST = frozenset({"softmax_nll_sums"})
 _OUTPUT_BESIDE_INPUTS = frozenset({"scaled_dot_product_attention", "attention"})
 # Gates and their like, in tensors of the size of the hidden state (`profiler.operators.custom_operators`).

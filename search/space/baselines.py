@@ -22,7 +22,7 @@ EMBEDDINGS = frozenset({"embedding", "embedding_bag", "ragged_embedding_bag"})
 CLASS_LOSSES = frozenset(
     {
         "cross_entropy_loss", "cross_entropy_sums", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_sums",
-        "exp_sums", "softmax_nll_sums",
+        "softmax_nll_sums",
     }
 )  # fmt: skip
 ATTENTIONS = frozenset({"attention", "scaled_dot_product_attention"})

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,17 @@ def locked(made: Path, tmp_path: Path, lock: Lock, monkeypatch: pytest.MonkeyPat
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def written_to(database: Path) -> Iterator[None]:
+    """Let another process write to a database and keep it open: SQLite shares what it knows of a file within one."""
+    writing = [sys.executable, "-c", WRITER, str(database)]
+    with subprocess.Popen(writing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        yield
+        writer.communicate()
 
 
 def test_what_reads_answers_as_ever(
@@ -169,14 +181,9 @@ def test_beside_a_writer_what_is_in_the_log_is_read(
     folder.mkdir()
     used = folder / "used.sqlite"
     shutil.copy(made / "stored.sqlite", used)
-    # Not in this process: SQLite shares what it knows of a file among the connections of one.
-    writing = [sys.executable, "-c", WRITER, str(used)]
-    with subprocess.Popen(writing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"written\n"
+    with written_to(used):
         lock(folder)
         answer = command("query", "SELECT seed FROM searches", "--json", "--database", str(used))
-        writer.communicate()
     assert answer.document == [{"seed": 7}]
 
 
@@ -191,16 +198,12 @@ def test_of_a_link_the_file_that_it_leads_to_and_its_log_are_read(
     used, link = folder / "used.sqlite", other / "link.sqlite"
     shutil.copy(made / "stored.sqlite", used)
     link.symlink_to(used)
-    writing = [sys.executable, "-c", WRITER, str(used)]
-    with subprocess.Popen(writing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"written\n"
+    with written_to(used):
         lock(folder)
         if beside == "locked":
             lock(other)
         answer = command("query", "SELECT seed FROM searches", "--json", "--database", str(link))
         refused = command("db", "upgrade", "--database", str(link))
-        writer.communicate()
     assert answer.document == [{"seed": 7}]
     assert (refused.code, f"database {link}: cannot be written to, must be" in refused.errors) == (2, True)
 

@@ -26,10 +26,9 @@ from app.services.search.joint_starts import (
     given_joint_starts,
     joint_start,
     known_joint_starts,
-    substitutions_of,
 )
 from app.services.search.start_strategies import MOST, given_starts, known_starts
-from app.services.search.substitution_searches import moves_of
+from app.services.search.substitution_moves import moves_of, substitutions_of
 from graph.canonical import canonical_json, digest
 from graph.errors import UsageError
 from graph.importer import import_module
@@ -40,6 +39,7 @@ from graph.training import Training
 from search.cost.cost_table import CostTable
 from search.space.baselines import random_strategy
 from tests.search.builders import MadeUpCosts, branches, devices, two_layers
+from tests.search.merging import Twice
 
 
 @pytest.fixture
@@ -165,22 +165,8 @@ def test_a_named_start_of_another_network_is_refused_by_the_option(store: Store)
         given_starts(store, setting, [reference])
 
 
-class Heads(torch.nn.Module):
-    """Two pairs of products, each of one input, so that two moves are offered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, width) for width in (8, 8, 6, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b, c, d = self.parts
-        y = a(x) * b(x)
-        mean: torch.Tensor = (c(y) * d(y)).mean()
-        return mean
-
-
 def test_a_joint_search_takes_the_best_strategies_of_graphs_that_its_moves_make(store: Store) -> None:
-    graph = import_module(Heads(), (torch.randn(8, 8),), {}, name="heads")
+    graph = import_module(Twice(), (torch.randn(8, 4),), {}, name="heads")
     moves = moves_of(graph)
     assert [len(move) for move in moves] == [1, 1]
     setting = setting_of(store, graph, 2, 8)
@@ -197,7 +183,7 @@ def test_a_joint_search_takes_the_best_strategies_of_graphs_that_its_moves_make(
     # Other devices, another batch size, a network of the same name of another size.
     found(store, setting_of(store, made[1,].model.graph, 4, 8), 6, 0.1)
     found(store, setting_of(store, made[1,].model.graph, 2, 16), 7, 0.1)
-    larger = import_module(Heads(), (torch.randn(16, 8),), {}, name="heads")
+    larger = import_module(Twice(), (torch.randn(16, 4),), {}, name="heads")
     found(store, setting_of(store, rewritten(larger, substitutions_of(moves, (1,))), 2, 8), 8, 0.1)
 
     starts = known_joint_starts(store, setting, moves, "program")
@@ -218,7 +204,7 @@ def test_a_joint_search_takes_the_best_strategies_of_graphs_that_its_moves_make(
 
 
 def test_named_starts_of_a_joint_search_have_its_substitutions_and_its_operators(store: Store) -> None:
-    graph = import_module(Heads(), (torch.randn(8, 8),), {}, name="heads")
+    graph = import_module(Twice(), (torch.randn(8, 4),), {}, name="heads")
     moves = moves_of(graph)
     setting = setting_of(store, graph, 2, 8)
     plain = found(store, setting, 1, 1.0)

@@ -189,17 +189,24 @@ def test_likelihood(seed: int, reduction: str) -> None:
     check_case(case, generator)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sums_of_a_mean_likelihood(seed: int) -> None:
-    """Their ratio is torch's mean."""
-    generator, values, target, weight, ignored = _likelihood(seed)
-    arguments = {
+def _of_sums(
+    values: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignored: int
+) -> dict[str, Any]:
+    """Return the arguments of sums of likelihoods."""
+    return {
         "self": values,
         "target": target,
         "weight": weight,
         "ignore_index": ignored,
         "classes": values.shape[1],
     }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_of_a_mean_likelihood(seed: int) -> None:
+    """Their ratio is torch's mean."""
+    generator, values, target, weight, ignored = _likelihood(seed)
+    arguments = _of_sums(values, target, weight, ignored)
     tensors = (values, target) if weight is None else (values, target, weight)
 
     def sums(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
@@ -227,14 +234,7 @@ def test_likelihoods_behind_a_softmax_of_split_classes(seed: int) -> None:
     """Losses and gradients are those of torch's cross entropy: the sums of exponentials are of the logits."""
     generator, values, target, weight, ignored = _likelihood(seed)
     denominators = values.detach().exp().sum(1)
-    arguments = {
-        "self": values,
-        "target": target,
-        "weight": weight,
-        "ignore_index": ignored,
-        "classes": values.shape[1],
-        "exp_sums": denominators,
-    }
+    arguments = _of_sums(values, target, weight, ignored) | {"exp_sums": denominators}
     weights = () if weight is None else (weight,)
 
     def sums(x: torch.Tensor, t: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.services.search.joint_starts import substitutions_of
-from app.services.search.substitution_searches import algorithm_result, moves_of
+from app.services.search.substitution_moves import moves_of, substitutions_of
+from app.services.search.substitution_searches import algorithm_result
 from graph.calls import LocalCall
 from graph.errors import StrategyError, UsageError
 from graph.importer import import_module
@@ -34,6 +34,7 @@ from search.problem import Problem
 from search.space.baselines import data_parallel, single_device, usual_baselines
 from tests.quick import few, seeds
 from tests.search.builders import MadeUpCosts, devices
+from tests.search.merging import Twice
 from tests.search.small import MOST_OPERATORS, brute_force
 
 
@@ -46,20 +47,6 @@ class Pair(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean: torch.Tensor = (self.left(x) * self.right(x)).mean()
-        return mean
-
-
-class Twice(torch.nn.Module):
-    """Two pairs of products, each of which may be merged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = torch.nn.ModuleList(torch.nn.Linear(4, width) for width in (4, 4, 2, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b, c, d = self.parts
-        y = a(x) * b(x)
-        mean: torch.Tensor = (c(y) * d(y)).mean()
         return mean
 
 

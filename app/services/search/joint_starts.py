@@ -15,6 +15,7 @@ from app.db.store import Store
 from app.services.models.models import ImportedModel, rewritten_model
 from app.services.predict.predict import Setting
 from app.services.search.start_strategies import MOST, StartStrategy, misfit, start_of
+from app.services.search.substitution_moves import OfferedMoves, rewriting_of, substitutions_of
 from graph.errors import StrategyError, UsageError
 from graph.substitutions.rewriting import needs_compiler
 from graph.substitutions.substitution import Substitution, substitutions_from_json
@@ -23,9 +24,6 @@ from search.algorithms.joint import JointStart
 from search.algorithms.rewritings import Rewriting
 from search.space.strategy_transfer import adapt
 
-OfferedMoves = Sequence[tuple[Substitution, ...]]
-"""The substitutions of each move."""
-
 
 @dataclass(frozen=True, slots=True)
 class StoredStart:
@@ -33,20 +31,6 @@ class StoredStart:
 
     record: StrategyRecord
     rewriting: Rewriting
-
-
-def substitutions_of(moves: OfferedMoves, rewriting: Rewriting) -> tuple[Substitution, ...]:
-    """Return the substitutions of a rewriting's moves."""
-    return tuple(substitution for move in rewriting for substitution in moves[move])
-
-
-def rewriting_of(
-    moves: OfferedMoves, substitutions: Sequence[Substitution]
-) -> tuple[Rewriting, list[Substitution]]:
-    """Return the rewriting of the moves that make some substitutions, and those that no whole move makes."""
-    wanted = set(substitutions)
-    rewriting = tuple(number for number, move in enumerate(moves) if wanted.issuperset(move))
-    return rewriting, sorted(wanted.difference(substitutions_of(moves, rewriting)))
 
 
 def given_joint_starts(

@@ -20,12 +20,10 @@ from app.services.predict.compiled_stretches import check_compiler
 from app.services.predict.problem import problem_of
 from app.services.progress import Progress
 from app.services.search.joint_starts import (
-    OfferedMoves,
     StoredStart,
     given_joint_starts,
     joint_start,
     known_joint_starts,
-    substitutions_of,
 )
 from app.services.search.micro_batches import check_options
 from app.services.search.report import RelatedSearches, SearchReport
@@ -40,18 +38,14 @@ from app.services.search.search import (
     search_setting,
 )
 from app.services.search.start_strategies import start_of
-from graph.errors import StrategyError, UsageError
-from graph.operators import OperatorGraph
-from graph.rules import whole_call
-from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER, matches, rewritten
+from app.services.search.substitution_moves import OfferedMoves, moves_of, rewritings_of, substitutions_of
+from graph.errors import UsageError
+from graph.substitutions.rewriting import WITH_COMPILER, WITHOUT_COMPILER
 from graph.substitutions.substitution import Substitution, substitutions_to_json
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.chain import SearchOptions
 from search.algorithms.joint import JointResult, JointStart, search_jointly
-from search.algorithms.moves import shares_for
 from search.algorithms.registry import UNITY
-from search.algorithms.rewritings import Rewriting, Rewritings
-from search.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,40 +195,6 @@ def _go_on_jointly(
                 "shared weights and recomputation"
             )
     return SubstitutionSearches(tuple(reports), evaluated)
-
-
-def moves_of(graph: OperatorGraph, rules: Sequence[str] = WITHOUT_COMPILER) -> OfferedMoves:
-    """Return the moves of a search: each applies a rule at all of those of its matches whose calls are the same."""
-    alike: dict[object, list[Substitution]] = {}
-    for match in matches(graph, rules):
-        calls = [whole_call(graph, graph.operator_by_name[name]).key for name in match.operators]
-        alike.setdefault((match.rule, *calls), []).append(match)
-    return [tuple(group) for group in alike.values()]
-
-
-def rewritings_of(
-    imported: Problem,
-    moves: OfferedMoves,
-    prepare: Callable[[OperatorGraph], None] | None = None,
-) -> Rewritings:
-    """Return the rewritings of a problem's graph by some moves, with the problem's costs.
-
-    Args:
-        imported: the problem of the graph as imported.
-        moves: as of `moves_of`.
-        prepare: called with each graph before it is simulated.
-    """
-
-    def problem(rewriting: Rewriting) -> Problem | None:
-        try:
-            graph = rewritten(imported.graph, substitutions_of(moves, rewriting))
-        except StrategyError:
-            return None  # moves that exclude each other
-        if prepare is not None:
-            prepare(graph)
-        return replace(imported, graph=graph, builder=None)
-
-    return Rewritings(imported, len(moves), problem, shares_for(imported.device_count))
 
 
 def algorithm_result(joint: JointResult) -> AlgorithmResult:
